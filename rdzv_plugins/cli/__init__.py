@@ -11,6 +11,7 @@ import typer
 from rdzv_plugins import __version__
 from rdzv_plugins.cli import docs, local, orders, pages, run, runs
 from rdzv_plugins.cli.check import check
+from rdzv_plugins.cli.options import spread
 
 __all__ = ["app", "main"]
 
@@ -38,25 +39,13 @@ def rdzv(
 
 
 app.command(context_settings=run.VERBATIM)(run.run)
-app.command("list")(runs.list_runs)
-app.command()(runs.status)
-app.command()(runs.history)
-app.command()(runs.watch)
-app.command()(runs.close)
-app.command()(orders.drain)
-app.command()(orders.restart)
-app.command()(orders.resize)
-app.command()(orders.exclude)
-app.command()(orders.include)
-app.command()(orders.excluded)
-app.command()(orders.accuse)
-app.command()(runs.clean)
-app.command()(check)
-app.command()(pages.dashboard)
-app.command()(pages.exporter)
-app.command()(local.serve)
-app.command()(local.demo)
-app.command()(docs.docs)
+app.command("list")(spread(runs.list_runs))
+for command in (
+    runs.status, runs.history, runs.watch, runs.close, orders.drain, orders.restart, orders.resize,
+    orders.exclude, orders.include, orders.excluded, orders.accuse, runs.clean, check,
+    pages.dashboard, pages.exporter, local.serve, local.demo, docs.docs,
+):  # fmt: skip
+    app.command()(spread(command))
 
 
 def main() -> None:

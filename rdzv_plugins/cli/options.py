@@ -6,18 +6,18 @@ Commands import what they need only when they run: ``--help`` comes at once. Non
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
-from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from contextlib import ExitStack
+    from collections.abc import Callable, Iterable, Iterator
 
     from rich.console import Console
 
@@ -28,27 +28,26 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_BACKEND",
-    "WAITED_IN_VAIN",
+    "AboutRun",
     "Access",
-    "BackendOption",
     "ConfOption",
-    "EndpointOption",
     "JsonOption",
-    "RunArgument",
+    "OneRun",
     "RunOption",
     "complete_run",
     "free_soon",
+    "in_vain",
     "no_run",
     "one_run",
     "parse_conf",
     "plain_console",
     "print_json",
-    "run_and_others",
+    "spread",
     "tell",
 ]
 
-WAITED_IN_VAIN = 7
-"""The exit status of a command whose time to wait is over."""
+# The exit status of a command whose time to wait is over.
+_WAITED_IN_VAIN = 7
 
 # A shell waits at most so long for a store.
 _COMPLETION_SECONDS = 2
@@ -120,14 +119,16 @@ RunOption = Annotated[
         autocompletion=complete_run,
     ),
 ]
-RunArgument = Annotated[
+ConfOption = Annotated[
     str,
-    typer.Argument(
-        metavar="RUN",
-        callback=_possible,
-        help="the run's id; -i or $RDZV_ID may name it instead",
-        autocompletion=complete_run,
+    typer.Option(
+        "--rdzv-conf",
+        "-c",
+        help="the job's options, such as prefix: <option>=<value>,... as for torchrun",
     ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="write JSON, which rdzv docs commands describes")
 ]
 
 
@@ -148,37 +149,13 @@ def one_run(run_id: str, first: str, *, needed: bool = True) -> str:
     return refuse_unless_possible(found) if found else ""
 
 
-def run_and_others(run_id: str, words: list[str] | None) -> tuple[str, list[str]]:
-    """The run of a command that takes other names too, and those.
-
-    Where neither --rdzv-id nor $RDZV_ID names the run, the first word does.
-    """
-    others = [*(words or ())]
-    if not (run_id or os.environ.get("RDZV_ID")) and others:
-        run_id = others.pop(0)
-    return one_run(run_id, ""), others
-
-
-ConfOption = Annotated[
-    str,
-    typer.Option(
-        "--rdzv-conf",
-        "-c",
-        help="the job's options, such as prefix: <option>=<value>,... as for torchrun",
-    ),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="write JSON, which rdzv docs commands describes")
-]
-
-
 @dataclass(frozen=True)
 class Access:
     """How to reach the runs under a prefix of a store, as the command line says it."""
 
-    backend: str
-    endpoint: str
-    conf: str
+    backend: BackendOption = DEFAULT_BACKEND
+    endpoint: EndpointOption = ""
+    conf: ConfOption = ""
 
     def open(self, run_id: str, job: str | None = None) -> KeyValueClient:
         """A client of a run's namespace; ``job`` as in `rdzv_plugins.stores.open_client`.
@@ -209,7 +186,9 @@ class Access:
 
         return Archive(partial(self.open, job=run_id), run_id, self.settings.history_ttl)
 
-    def inspect(self, run_ids: Iterable[str], opened: ExitStack) -> dict[str, Inspection]:
+    def inspect(
+        self, run_ids: Iterable[str], opened: ExitStack, *, surely: bool = False
+    ) -> dict[str, Inspection]:
         """These runs, each watched as `settle` does; ``opened`` closes their connections."""
         from rdzv_plugins.observe.inspection import Inspection, settle
 
@@ -219,8 +198,14 @@ class Access:
             )
             for run_id in run_ids
         }
-        settle(found.values())
+        settle(found.values(), surely=surely)
         return found
+
+    @contextmanager
+    def inspect_one(self, run_id: str, *, surely: bool = False) -> Iterator[Inspection]:
+        """The same for one run, to be used in a ``with`` statement."""
+        with ExitStack() as opened:
+            yield self.inspect([run_id], opened, surely=surely)[run_id]
 
     @property
     def prefix(self) -> str:
@@ -241,6 +226,64 @@ class Access:
         handler_options = option_names(Settings)
         own = {name: it for name, it in parse_conf(self.conf).items() if name in handler_options}
         return parse_options(Settings, own, os.environ)
+
+
+@dataclass(frozen=True)
+class AboutRun(Access):
+    """The options of a command about a run."""
+
+    run_id: RunOption = ""
+    as_json: JsonOption = False
+
+
+@dataclass(frozen=True)
+class OneRun(AboutRun):
+    """The options of a command that takes a run and no other name."""
+
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            callback=_possible,
+            help="the run's id; -i or $RDZV_ID may name it instead",
+            autocompletion=complete_run,
+        ),
+    ] = ""
+
+    @property
+    def run(self) -> str:
+        """The id of the run that the command line names; raises as `one_run`."""
+        return one_run(self.run_id, self.first)
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer needs it: the fields of its dataclasses become its own options."""
+    classes: dict[str, Any] = {}
+    options: dict[str, inspect.Parameter] = {}
+    for name, it in inspect.signature(command, eval_str=True).parameters.items():
+        if is_dataclass(it.annotation):
+            classes[name] = it.annotation
+        else:
+            options[name] = it.replace(kind=it.KEYWORD_ONLY)
+    for cls in classes.values():
+        hints = get_type_hints(cls, include_extras=True)
+        for field in fields(cls):
+            options[field.name] = inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, cls in classes.items():
+            given[name] = cls(**{field.name: given.pop(field.name) for field in fields(cls)})
+        command(**given)
+
+    run.__annotations__ = {name: it.annotation for name, it in options.items()}
+    run.__signature__ = inspect.Signature([*options.values()])  # type: ignore[attr-defined]
+    return run
 
 
 def parse_conf(conf: str) -> dict[str, str]:
@@ -292,6 +335,12 @@ def plain_console() -> Console:
 def print_json(value: Any) -> None:
     """One line of JSON."""
     typer.echo(json.dumps(value, separators=(",", ":"), ensure_ascii=False))
+
+
+def in_vain(line: str) -> typer.Exit:
+    """The end of a command whose time to wait is over, which the line says."""
+    typer.echo(f"rdzv: {line}", err=True)
+    return typer.Exit(_WAITED_IN_VAIN)
 
 
 def tell(as_json: bool, line: str, **data: Any) -> None:

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rdzv_plugins.cli.options import (
-    DEFAULT_BACKEND,
-    WAITED_IN_VAIN,
+    AboutRun,
     Access,
-    BackendOption,
-    ConfOption,
-    EndpointOption,
-    JsonOption,
-    RunArgument,
-    RunOption,
+    OneRun,
     complete_run,
     free_soon,
+    in_vain,
     no_run,
     one_run,
     plain_console,
     print_json,
-    run_and_others,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from types import TracebackType
 
     from rdzv_plugins.observe.inspection import Inspection
     from rdzv_plugins.protocol.documents import Exclusion, RoundDocument
@@ -50,6 +47,24 @@ _LONGEST = 365 * _UNITS["d"]
 # A node's own record wakes nobody who waits for the document.
 _LOOK_SECONDS = 0.5
 
+NodesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RUN NODE",
+        help="the run, unless it is given with -i; then nodes, as rdzv status names them, or by "
+        "their ids, or a host: all its nodes",
+        autocompletion=complete_run,
+    ),
+]
+HostArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RUN HOST",
+        help="the run, unless it is given with -i or --all-runs; then the host: the address that "
+        "its nodes use",
+        autocompletion=complete_run,
+    ),
+]
 AllRunsOption = Annotated[
     bool, typer.Option("--all-runs", help="all runs under the prefix, also those to come")
 ]
@@ -59,46 +74,43 @@ ForceOption = Annotated[
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="change nothing, and say what would happen")
 ]
-NoWaitOption = Annotated[
-    bool, typer.Option("--no-wait", help="end once the order is given, before it has an effect")
-]
-TimeoutOption = Annotated[float, typer.Option(help="seconds to wait for the effect at most")]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Whether a command waits for what comes of its order, and for how long."""
+
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="end once the order is given, before it has an effect")
+    ] = False
+    timeout: Annotated[float, typer.Option(help="seconds to wait for the effect at most")] = 300.0
 
 
 def drain(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RUN NODE",
-            help="the run, unless it is given with -i; then nodes, as rdzv status names them, or "
-            "by their ids, or a host: all its nodes",
-            autocompletion=complete_run,
-        ),
-    ] = None,
-    run_id: RunOption = "",
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
+    about: AboutRun,
+    waiting: Waiting,
+    words: NodesArgument = None,
     ranks: Annotated[
         list[int] | None, typer.Option("--rank", help="a node by its rank, as rdzv status shows it")
     ] = None,
-    force: ForceOption = False, dry_run: DryRunOption = False, no_wait: NoWaitOption = False,
-    timeout: TimeoutOption = 300.0, as_json: JsonOption = False,
-) -> None:  # fmt: skip
+    force: ForceOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
     """Take nodes out of a run for good: the others go on without them in a new round.
 
     The agents of these nodes stop their workers and end with status 0.
     """
     from rdzv_plugins.protocol import orders
 
-    run_id, names = run_and_others(run_id, words)
+    run_id, names = _run_and_others(about, words)
     if not names and not ranks:
         raise typer.BadParameter("name a node, or the --rank of one", param_hint="NODE...")
-    with _living(Access(backend, endpoint, conf), run_id) as seen:
+    with _order_to("drain", about, run_id) as (seen, told):
         names += [_at_rank(seen, rank) for rank in ranks or ()]
 
         def may(would: Given) -> bool:
             return not dry_run and (force or not would.stops)
 
-        told = _Told("drain", run_id, as_json)
         given = _give_to_living(seen, orders.drain(_GIVER, names, time.time, may, seen.is_silent))
         if given.unknown:
             raise ValueError(f"run '{run_id}' has no node '{given.unknown[0]}': nobody was drained")
@@ -106,30 +118,24 @@ def drain(
             raise _stops(run_id, given)
         what = f"drain of {', '.join(given.nodes)} from run '{run_id}'"
         told.say_order(what, given, seen, dry_run=dry_run)
-        if no_wait and not dry_run:
-            told.say_not_awaited(seen)
-        elif not (dry_run or given.lacks):
-            told.await_effect(seen, given, _without(given, seen), timeout)
-        told.end()
+        if not (dry_run or given.lacks):
+            told.await_effect(seen, given, _without(given, seen), waiting)
 
 
 def restart(
-    run_id: RunOption = "",
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
+    about: OneRun,
+    waiting: Waiting,
     why: Annotated[str, typer.Option(help="the reason, for logs and rdzv history")] = "",
-    no_wait: NoWaitOption = False, timeout: TimeoutOption = 300.0, as_json: JsonOption = False,
-    run: RunArgument = "",
-) -> None:  # fmt: skip
+) -> None:
     """Begin a new round of a run, with the nodes that it has.
 
     The workers start again; no agent counts that against --max-restarts.
     """
     from rdzv_plugins.protocol import orders
 
-    run_id = one_run(run_id, run)
     reason = "restarted by the command rdzv restart" + (f": {_short(why)}" if why else "")
-    with _living(Access(backend, endpoint, conf), run_id) as seen:
-        told = _Told("restart", run_id, as_json)
+    run_id = about.run
+    with _order_to("restart", about, run_id) as (seen, told):
         given = _give_to_living(seen, orders.restart(_GIVER, reason, time.time, seen.is_silent))
         if given.done:
             raise ValueError(
@@ -146,19 +152,10 @@ def restart(
         def effect(document: RoundDocument) -> str:
             return _runs(document) if between or document.round > before.round else ""
 
-        if no_wait:
-            told.say_not_awaited(seen)
-        else:
-            told.await_effect(seen, given, effect, timeout)
-        told.end()
+        told.await_effect(seen, given, effect, waiting)
 
 
-def resize(
-    run_id: RunOption = "",
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
-    no_wait: NoWaitOption = False, timeout: TimeoutOption = 300.0, as_json: JsonOption = False,
-    run: RunArgument = "",
-) -> None:  # fmt: skip
+def resize(about: OneRun, waiting: Waiting) -> None:
     """Let in the nodes that wait for a place, now.
 
     Whatever the options grow, min_uptime and resize_interval say, which make them wait.
@@ -166,14 +163,12 @@ def resize(
     from rdzv_plugins.protocol import orders
     from rdzv_plugins.protocol.documents import Names
 
-    run_id = one_run(run_id, run)
-    with _living(Access(backend, endpoint, conf), run_id) as seen:
-        told = _Told("resize", run_id, as_json)
+    run_id = about.run
+    with _order_to("resize", about, run_id) as (seen, told):
         given = _give_to_living(seen, orders.resize(_GIVER))
         before = _document(given)
         if not given.nodes:
             told.say(f"no node waits for a place in run '{run_id}'", nodes=[])
-            told.end()
             return
         who = f"{Names().plus(given.nodes)} {'waits' if len(given.nodes) == 1 else 'wait'}"
         told.say(f"resize of run '{run_id}' ordered; {who}", nodes=[*given.nodes])
@@ -184,56 +179,41 @@ def resize(
             # The leader has looked, and goes on as before.
             return "" if document.resize else f"nobody was let in ({seen.sentence})"
 
-        if no_wait:
-            told.say_not_awaited(seen)
-        else:
-            told.await_effect(seen, given, effect, timeout)
-        told.end()
+        told.await_effect(seen, given, effect, waiting)
 
 
 def exclude(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN HOST",
-            help="the run, unless it is given with -i or --all-runs; then the address that the "
-            "host's nodes use",
-            autocompletion=complete_run,
-        ),
-    ],
-    run_id: RunOption = "",
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
+    about: AboutRun,
+    waiting: Waiting,
+    words: HostArgument = None,
+    all_runs: AllRunsOption = False,
     lasts: Annotated[
         str, typer.Option("--for", help="how long: 90s, 30m, 1h, 2d; else until rdzv include")
     ] = "",
     why: Annotated[str, typer.Option(help="the reason, for logs, rdzv status and history")] = "",
-    all_runs: AllRunsOption = False,
-    force: ForceOption = False, dry_run: DryRunOption = False, no_wait: NoWaitOption = False,
-    timeout: TimeoutOption = 300.0, as_json: JsonOption = False,
-) -> None:  # fmt: skip
+    force: ForceOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
     """Keep a host out of the rounds of a run id, also of its next runs.
 
     If nodes of the host are in a round, the others go on without them in a new one. The agents of
     the host wait, and join again when the exclusion ends.
     """
-    from rdzv_plugins.observe.inspection import NOTHING_STORED, Condition
     from rdzv_plugins.protocol import orders
     from rdzv_plugins.protocol.documents import Exclusion
     from rdzv_plugins.protocol.policies.kept_out import describe
 
-    run_id, host = _run_and_host(run_id, words, all_runs)
-    access, now = Access(backend, endpoint, conf), time.time()
+    run_id, host, whose = _run_and_host(about, words, all_runs)
+    now = time.time()
     until = now + _seconds(lasts) if lasts else None
     exclusion = Exclusion(host, until, _short(why))
-    whose = "all runs" if all_runs else f"run '{run_id}'"
 
     def give(seen: Inspection, may: bool) -> Given:
         work = orders.exclude(_GIVER, exclusion, time.time, lambda _: may, seen.is_silent)
         return _give(seen, work)
 
-    told = _Told("exclude", None if all_runs else run_id, as_json)
-    with ExitStack() as opened:
-        found = access.inspect(_open_runs(access, run_id, all_runs), opened)
+    with ExitStack() as opened, _Told("exclude", run_id, about.as_json) as told:
+        found = about.inspect(_open_runs(about, run_id), opened)
         would = {run: give(seen, False) for run, seen in found.items() if _lives(seen)}
         for run, given in would.items():
             if given.stops and not force:
@@ -242,89 +222,69 @@ def exclude(
             told.say(f"{describe(exclusion, now, 'would be excluded')}; from {whose}", host=host)
             for run, given in would.items():
                 if given.nodes:
-                    what = f"exclusion of {', '.join(given.nodes)} from run '{run}'"
-                    told.say_order(what, given, found[run], dry_run=True)
-            told.end()
+                    told.say_order(_exclusion(run, given), given, found[run], dry_run=True)
             return
         # First where the next runs find it: one may be founded at this moment.
-        access.archive(run_id).exclude(exclusion, now, all_runs=all_runs)
+        about.archive(run_id).exclude(exclusion, now, all_runs=all_runs)
         told.say(f"{describe(exclusion, now)}; from {whose}", host=host, until=until)
-        fresh = [it for it in _open_runs(access, run_id, all_runs) if it not in found]
-        found |= access.inspect(fresh, opened)
-        waits = []
-        for run, seen in found.items():
-            given = give(seen, True)
-            if given.document is None:
-                if not all_runs and seen.condition is Condition.ABSENT:
-                    told.say(
-                        f"run '{run}': {NOTHING_STORED}; the exclusion holds for its next runs"
-                    )
-                continue
-            if not _lives(seen):
-                told.say(f"run '{run}' is {seen.condition.value}: no round of it is ended for that")
-            elif given.nodes:
-                what = f"exclusion of {', '.join(given.nodes)} from run '{run}'"
-                told.say_order(what, given, seen)
-                if not given.lacks and _are_in_it(given.ids, seen):
-                    waits.append((seen, given))
-            elif not all_runs:
-                told.say(
-                    f"no node of run '{run}' has the address '{host}' now; rdzv status shows those "
-                    "that they use"
-                )
-        for seen, given in waits:
-            if no_wait:
-                told.say_not_awaited(seen)
-            else:
-                told.await_effect(seen, given, _without(given, seen), timeout)
-        told.end()
+        fresh = [it for it in _open_runs(about, run_id) if it not in found]
+        found |= about.inspect(fresh, opened)
+        orders_given = [(seen, give(seen, True)) for seen in found.values()]
+        awaited = [it for it in orders_given if _say_exclusion(told, *it, all_runs, host)]
+        for seen, given in awaited:
+            told.await_effect(seen, given, _without(given, seen), waiting)
 
 
-def include(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN HOST",
-            help="the run, unless it is given with -i or --all-runs; then the host as it was "
-            "excluded",
-            autocompletion=complete_run,
-        ),
-    ],
-    run_id: RunOption = "",
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
-    all_runs: AllRunsOption = False, as_json: JsonOption = False,
-) -> None:  # fmt: skip
+def _exclusion(run_id: str, given: Given) -> str:
+    return f"exclusion of {', '.join(given.nodes)} from run '{run_id}'"
+
+
+def _say_exclusion(
+    told: _Told, seen: Inspection, given: Given, of_all_runs: bool, host: str
+) -> bool:
+    """Say what an exclusion does to an open run; returns whether an effect is to come."""
+    from rdzv_plugins.observe.inspection import NOTHING_STORED, Condition
+
+    run = f"run '{seen.run_id}'"
+    if given.document is None:
+        if not of_all_runs and seen.condition is Condition.ABSENT:
+            told.say(f"{run}: {NOTHING_STORED}; the exclusion holds for its next runs")
+    elif not _lives(seen):
+        told.say(f"{run} is {seen.condition.value}: no round of it is ended for that")
+    elif given.nodes:
+        told.say_order(_exclusion(seen.run_id, given), given, seen)
+        return not given.lacks and _are_in_it(given.ids, seen)
+    elif not of_all_runs:
+        told.say(
+            f"no node of {run} has the address '{host}' now; rdzv status shows those that they use"
+        )
+    return False
+
+
+def include(about: AboutRun, words: HostArgument = None, all_runs: AllRunsOption = False) -> None:
     """Take an exclusion back; nodes of the host that wait join the next round."""
     from rdzv_plugins.process.driver import carry_out
     from rdzv_plugins.protocol import orders
 
-    run_id, host = _run_and_host(run_id, words, all_runs)
-    access = Access(backend, endpoint, conf)
-    archive = access.archive(run_id)
+    run_id, host, whose = _run_and_host(about, words, all_runs)
+    archive = about.archive(run_id)
     found = archive.include(host, time.time(), all_runs=all_runs)
-    for run in _open_runs(access, run_id, all_runs):
-        with access.connect(run) as client:
+    for run in _open_runs(about, run_id):
+        with about.connect(run) as client:
             work = orders.include(_GIVER, host)
-            given = carry_out(client, access.archive(run), work, tell=lambda _: None)
+            given = carry_out(client, about.archive(run), work, tell=lambda _: None)
             found = found or bool(given.nodes)
-    whose = "all runs" if all_runs else f"run '{run_id}'"
     if not found:
         raise ValueError(f"'{host}' is not excluded from {whose}: see rdzv excluded")
-    told = _Told("include", None if all_runs else run_id, as_json)
-    told.say(f"{host} may join {whose} again", host=host)
-    if not all_runs and any(it.host == host for it in archive.exclusions(time.time(), True)):
-        told.say(
-            f"but {host} is excluded from all runs: rdzv include {shlex.quote(host)} --all-runs"
-        )
-    told.end()
+    with _Told("include", run_id, about.as_json) as told:
+        told.say(f"{host} may join {whose} again", host=host)
+        if run_id and any(it.host == host for it in archive.exclusions(time.time(), True)):
+            told.say(
+                f"but {host} is excluded from all runs: rdzv include {shlex.quote(host)} --all-runs"
+            )
 
 
-def excluded(
-    run_id: RunOption = "",
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
-    as_json: JsonOption = False, all_runs: AllRunsOption = False,
-    run: RunArgument = "",
-) -> None:  # fmt: skip
+def excluded(about: OneRun, all_runs: AllRunsOption = False) -> None:
     """List the hosts that are excluded from a run id, or quarantined, until when and why.
 
     People exclude hosts, with rdzv exclude; a run quarantines those that keep ending its rounds.
@@ -336,16 +296,15 @@ def excluded(
     from rdzv_plugins.protocol.documents import STATE_KEY, RoundDocument
     from rdzv_plugins.protocol.policies.kept_out import as_data, in_force
 
-    run_id = one_run(run_id, run, needed=False)
+    run_id = one_run(about.run_id, about.first, needed=False)
     if not run_id and not all_runs:
         raise typer.BadParameter("name a run, or all with --all-runs", param_hint="RUN")
-    access, now = Access(backend, endpoint, conf), time.time()
-    archive = access.archive(run_id)
+    now, archive = time.time(), about.archive(run_id)
     found = {it.host: (it, "all runs") for it in archive.exclusions(now, True)}
     quarantined: tuple[Exclusion, ...] = ()
     if not all_runs:
         found |= {it.host: (it, run_id) for it in archive.exclusions(now, False)}
-        with access.connect(run_id) as client:
+        with about.connect(run_id) as client:
             entry = client.get(STATE_KEY)
         document = RoundDocument.decode(entry.value) if entry is not None else None
         if document is not None and not document.closed:
@@ -355,32 +314,22 @@ def excluded(
     table = Table("host", "kept out by", "until (UTC)", "from", "why")
     for it, whose in found.values():
         by = "quarantine" if it in quarantined else "exclusion"
-        if as_json:
+        if about.as_json:
             print_json({"schema": 1, **as_data(it), "from": whose, "by": by})
             continue
         until = "rdzv include"
         if it.until is not None:
             until = datetime.fromtimestamp(it.until, UTC).strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(it.host, by, until, whose, it.why)
-    if not as_json:
+    if not about.as_json:
         plain_console().print(table if found else "no host is excluded", soft_wrap=not found)
 
 
 def accuse(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN NODE",
-            help="the run, unless it is given with -i; then nodes, as rdzv status names them, or "
-            "by their ids, or a host: all its nodes",
-            autocompletion=complete_run,
-        ),
-    ],
-    run_id: RunOption = "",
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
+    about: AboutRun,
+    words: NodesArgument = None,
     timeout: Annotated[float, typer.Option(help="seconds to wait for an answer at most")] = 10.0,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Ask nodes of a run to show that they live, for whoever believes that they do not.
 
     Nobody is lost for want of an answer: that takes a participant whose link to the node was
@@ -388,11 +337,10 @@ def accuse(
     """
     from rdzv_plugins.protocol import orders
 
-    run_id, names = run_and_others(run_id, words)
+    run_id, names = _run_and_others(about, words)
     if not names:
         raise typer.BadParameter("name a node, or a host: all its nodes", param_hint="NODE...")
-    with _living(Access(backend, endpoint, conf), run_id) as seen:
-        told = _Told("accuse", run_id, as_json)
+    with _order_to("accuse", about, run_id) as (seen, told):
         given = _give_to_living(seen, orders.accuse(_GIVER, names))
         if given.unknown:
             raise ValueError(f"run '{run_id}' has no node '{given.unknown[0]}': nobody was asked")
@@ -401,7 +349,6 @@ def accuse(
             nodes=[*given.nodes],
         )
         told.await_answers(seen, given, timeout)
-        told.end()
 
 
 class _Told:
@@ -409,14 +356,24 @@ class _Told:
 
     Args:
         order: the command.
-        run_id: None: of all runs.
+        run_id: "": of all runs.
     """
 
-    def __init__(self, order: str, run_id: str | None, as_json: bool) -> None:
+    def __init__(self, order: str, run_id: str, as_json: bool) -> None:
         self._began = time.monotonic()
-        self._data: dict[str, Any] = {"schema": 1, "order": order, "run": run_id}
+        self._data: dict[str, Any] = {"schema": 1, "order": order, "run": run_id or None}
         self._lines: list[str] = []
         self._as_json = as_json
+
+    def __enter__(self) -> _Told:
+        return self
+
+    def __exit__(
+        self, error: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        """Write the data, also where the time to wait is over."""
+        if self._as_json and error in (None, typer.Exit):
+            print_json(self._data | {"said": self._lines})
 
     def say(self, line: str, **data: Any) -> None:
         self._data |= data
@@ -432,32 +389,33 @@ class _Told:
         data = {"nodes": [*given.nodes], "left": given.left, "size": given.size}
         self.say(f"{what} {verb}; {_to_come(given, seen)}", dry_run=dry_run, **data)
 
-    def say_not_awaited(self, seen: Inspection) -> None:
-        """Say what was seen of those who are to carry an order out, which may have died by now."""
-        if latest := seen.last_beat:
-            self.say(
-                "whether it is carried out was not waited for; the last heartbeat of run "
-                f"'{seen.run_id}' came at {latest}"
-            )
-
     def await_effect(
-        self, seen: Inspection, given: Given, effect: Callable[[RoundDocument], str], timeout: float
+        self,
+        seen: Inspection,
+        given: Given,
+        effect: Callable[[RoundDocument], str],
+        waiting: Waiting,
     ) -> None:
         """Wait for what comes of an order, and say it; the command ends if the time is over.
 
         Args:
             effect: of the document as it stands; "": there is none yet.
         """
-        deadline = self._began + timeout
+        if waiting.no_wait:
+            # The nodes that are to carry the order out may have died by now.
+            if latest := seen.last_beat:
+                self.say(
+                    "whether it is carried out was not waited for; the last heartbeat of run "
+                    f"'{seen.run_id}' came at {latest}"
+                )
+            return
+        deadline = self._began + waiting.timeout
         while not (line := effect(document := _look(seen, given))):
             if (left := deadline - time.monotonic()) <= 0:
-                self.end()
-                typer.echo(
-                    f"rdzv: run '{seen.run_id}': the order stands, and is not carried out after "
-                    f"{timeout:g} s: {seen.sentence}",
-                    err=True,
+                raise in_vain(
+                    f"run '{seen.run_id}': the order stands, and is not carried out after "
+                    f"{waiting.timeout:g} s: {seen.sentence}"
                 )
-                raise typer.Exit(WAITED_IN_VAIN)
             seen.await_change(min(left, _LOOK_SECONDS))
         seconds = time.monotonic() - self._began
         self.say(
@@ -468,44 +426,34 @@ class _Told:
     def await_answers(self, seen: Inspection, given: Given, timeout: float) -> None:
         """Wait until each node has beaten, has ended or is found gone; say so of each."""
         beats = {it.node: it.beat for it in _document(given).accused}
-        deadline, silent = self._began + timeout, [*given.ids]
-        answered, gone = [], []
+        silent, answered, gone = [*given.ids], list[str](), list[str]()
         while silent:
-            document = _look(seen, given)
-            lost = {it.node for it in document.accused if it.lost}
+            lost = {it.node for it in _look(seen, given).accused if it.lost}
             for node in [*silent]:
                 record = seen.records.get(node)
                 name = record.label if record is not None else node
                 if node in lost:
-                    gone.append(name)
-                    self.say(f"{name} is lost: its process is gone")
-                elif record is None or record.has_ended or record.beat > beats[node]:
-                    ended = record is None or record.has_ended
-                    answered.append(name)
-                    self.say(f"{name} {'has ended' if ended else 'lives'}")
+                    found, said = gone, "is lost: its process is gone"
+                elif record is None or record.has_ended:
+                    found, said = answered, "has ended"
+                elif record.beat > beats[node]:
+                    found, said = answered, "lives"
                 else:
                     continue
+                self.say(f"{name} {said}")
+                found.append(name)
                 silent.remove(node)
-            left = deadline - time.monotonic()
-            if silent and left <= 0:
+            if (left := self._began + timeout - time.monotonic()) <= 0:
                 break
             if silent:
                 seen.await_change(min(left, _LOOK_SECONDS))
         names = sorted(seen.records[it].label for it in silent if it in seen.records)
         self._data |= {"answered": answered, "gone": gone, "silent": names}
         if silent:
-            self.end()
-            typer.echo(
-                f"rdzv: run '{seen.run_id}': no answer of {', '.join(names)} within {timeout:g} s; "
-                f"that alone takes nobody out of a round: {seen.sentence}",
-                err=True,
+            raise in_vain(
+                f"run '{seen.run_id}': no answer of {', '.join(names)} within {timeout:g} s; "
+                f"that alone takes nobody out of a round: {seen.sentence}"
             )
-            raise typer.Exit(WAITED_IN_VAIN)
-
-    def end(self) -> None:
-        """Write the data."""
-        if self._as_json:
-            print_json(self._data | {"said": self._lines})
 
 
 def _to_come(given: Given, seen: Inspection) -> str:
@@ -564,10 +512,13 @@ def _count(nodes: int) -> str:
 
 
 @contextmanager
-def _living(access: Access, run_id: str) -> Iterator[Inspection]:
-    """A run in which somebody lives who carries an order out; `ValueError` names its state."""
-    with ExitStack() as opened:
-        seen = access.inspect([run_id], opened)[run_id]
+def _order_to(name: str, about: AboutRun, run_id: str) -> Iterator[tuple[Inspection, _Told]]:
+    """A run with live nodes, which carry an order out, and the report; `ValueError`: it has none.
+
+    Args:
+        name: of the command.
+    """
+    with about.inspect_one(run_id) as seen:
         condition, sentence = seen.condition.value, seen.sentence
         if condition == "dead":
             raise ValueError(
@@ -581,7 +532,8 @@ def _living(access: Access, run_id: str) -> Iterator[Inspection]:
             raise ValueError(f"run '{run_id}' is closed: {how}{free}")
         if seen.document is None:
             raise no_run(seen.client, run_id)
-        yield seen
+        with _Told(name, run_id, about.as_json) as told:
+            yield seen, told
 
 
 def _lives(seen: Inspection) -> bool:
@@ -623,21 +575,29 @@ def _stops(run_id: str, given: Given) -> ValueError:
     )
 
 
-def _run_and_host(run_id: str, words: list[str], all_runs: bool) -> tuple[str, str]:
-    """The run, or "" for all of them, and the host that a command is about."""
-    run_id, hosts = ("", words) if all_runs else run_and_others(run_id, words)
+def _run_and_others(about: AboutRun, words: list[str] | None) -> tuple[str, list[str]]:
+    """The first word names the run where neither --rdzv-id nor $RDZV_ID does."""
+    run_id, others = about.run_id, [*(words or ())]
+    if not (run_id or os.environ.get("RDZV_ID")) and others:
+        run_id = others.pop(0)
+    return one_run(run_id, ""), others
+
+
+def _run_and_host(about: AboutRun, words: list[str] | None, all_runs: bool) -> tuple[str, str, str]:
+    """The run, "" for all of them; the host; the run in words."""
+    run_id, hosts = ("", words or []) if all_runs else _run_and_others(about, words)
     if len(hosts) != 1:
         raise typer.BadParameter(
             "name a run and a host, or --all-runs and a host", param_hint="HOST"
         )
-    return run_id, hosts[0]
+    return run_id, hosts[0], "all runs" if all_runs else f"run '{run_id}'"
 
 
-def _open_runs(access: Access, run_id: str, all_runs: bool) -> list[str]:
-    """This run, or all whose end is not noted."""
+def _open_runs(access: Access, run_id: str) -> list[str]:
+    """This run, or, without an id, all whose end is not noted."""
     from rdzv_plugins.observe.history import list_runs
 
-    if not all_runs:
+    if run_id:
         return [run_id]
     return sorted(run for run, it in list_runs(access.open).items() if it.outcome is None)
 

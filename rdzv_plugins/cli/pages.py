@@ -11,13 +11,7 @@ from typing import Annotated
 import typer
 
 from rdzv_plugins.cli.interrupt import Interrupt
-from rdzv_plugins.cli.options import (
-    DEFAULT_BACKEND,
-    Access,
-    BackendOption,
-    ConfOption,
-    EndpointOption,
-)
+from rdzv_plugins.cli.options import Access
 
 __all__ = ["dashboard", "exporter"]
 
@@ -27,10 +21,10 @@ HostOption = Annotated[
 
 
 def dashboard(
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
+    access: Access,
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 8265,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a page that shows all runs under a prefix while they go on, until Ctrl-C.
 
     Where others reach it, it asks for the token of RDZV_PLUGINS_PAGE_TOKEN or of page_token_file in
@@ -42,7 +36,6 @@ def dashboard(
     from rdzv_plugins.observe.survey import Survey
     from rdzv_plugins.peers.addresses import is_loopback
 
-    access = Access(backend, endpoint, conf)
     where, settings, new = _where(access), access.settings, ""
     if not is_loopback(host) and settings.current_page_token() is None:
         new = secrets.token_urlsafe(24)
@@ -62,10 +55,10 @@ def dashboard(
 
 
 def exporter(
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
+    access: Access,
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 9747,
-) -> None:  # fmt: skip
+) -> None:
     """Serve metrics of all runs under a prefix to Prometheus, until Ctrl-C.
 
     Where others reach it, it needs the token of RDZV_PLUGINS_PAGE_TOKEN or of page_token_file in
@@ -76,7 +69,6 @@ def exporter(
     from rdzv_plugins.observe.page_access import PageAccess
     from rdzv_plugins.observe.survey import Survey
 
-    access = Access(backend, endpoint, conf)
     where, who = _where(access), PageAccess(host, access.settings)
     survey = Survey(access.open, access.archive)
     # Two looks tell whether a heartbeat moves: the second is the first scrape.

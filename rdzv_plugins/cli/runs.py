@@ -12,16 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rdzv_plugins.cli.options import (
-    DEFAULT_BACKEND,
-    WAITED_IN_VAIN,
     Access,
-    BackendOption,
-    ConfOption,
-    EndpointOption,
     JsonOption,
-    RunArgument,
-    RunOption,
+    OneRun,
     free_soon,
+    in_vain,
     no_run,
     one_run,
     plain_console,
@@ -73,7 +68,7 @@ _PAUSE_IN_AN_OUTAGE = 1.0
 
 
 def list_runs(
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
+    access: Access,
     as_json: JsonOption = False,
     conditions: Annotated[
         list[str] | None,
@@ -90,7 +85,7 @@ def list_runs(
             autocompletion=lambda: [*_SORTED_BY],
         ),
     ] = "",
-) -> None:  # fmt: skip
+) -> None:
     """List the runs under a prefix, the newest first, each with what it does.
 
     The prefix is the option of that name, "rdzv" by default. Runs that have ended are listed for a
@@ -103,7 +98,6 @@ def list_runs(
         _refuse_unless_one_of(sort, _SORTED_BY, "--sort")
     from rdzv_plugins.observe.survey import Survey
 
-    access = Access(backend, endpoint, conf)
     with closing(Survey(access.open, access.archive)) as survey:
         survey.settle()
         found = [(it.listed, it) for it in survey.runs.values() if it.listed is not None]
@@ -177,13 +171,11 @@ def _rounded(seconds: float) -> str:
 
 
 def status(
-    run_id: RunOption = "", backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "",
-    conf: ConfOption = "", as_json: JsonOption = False,
+    about: OneRun,
     wait: Annotated[str, typer.Option(help=f"until the run is so: {', '.join(_STATUSES)}")] = "",
     timeout: Annotated[float, typer.Option(help="seconds to wait at most")] = 300.0,
     every: Annotated[bool, typer.Option("--all", help="all nodes, however many")] = False,
-    run: RunArgument = "",
-) -> None:  # fmt: skip
+) -> None:
     """Show what a run does and waits for, its nodes, and why it restarted.
 
     Exit status: 0 running, 3 forming, 4 no such run, 5 dead, 6 closed, 7 the time of --wait is
@@ -192,20 +184,15 @@ def status(
     """
     if wait:
         _refuse_unless_one_of(wait, _STATUSES, "--wait")
-    from rdzv_plugins.observe.inspection import Inspection, settle
-
-    run_id = one_run(run_id, run)
-    access = Access(backend, endpoint, conf)
-    with access.connect(run_id) as client:
-        seen = Inspection(client, access.archive(run_id), run_id)
-        settle([seen])
+    run_id = about.run
+    with about.inspect_one(run_id) as seen:
         if wait:
             _await(seen, wait, timeout)
         while seen.in_doubt:
             seen.await_change(_DOUBT_SECONDS)
             seen.look()
         condition = seen.condition.value
-        if as_json:
+        if about.as_json:
             print_json(seen.report() | {"rounds": _rows_as_data(seen)})
         else:
             nodes, rows = seen.nodes(), seen.archive.rows()[::-1]
@@ -217,17 +204,14 @@ def status(
             if len(nodes) > most:
                 typer.echo("--all shows all nodes")
     if wait and condition != wait:
-        typer.echo(f"rdzv: run '{run_id}' was not {wait} within {timeout:g} s", err=True)
-        raise typer.Exit(WAITED_IN_VAIN)
+        raise in_vain(f"run '{run_id}' was not {wait} within {timeout:g} s")
     raise typer.Exit(_STATUSES[condition])
 
 
 def history(
-    run_id: RunOption = "", backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "",
-    conf: ConfOption = "", as_json: JsonOption = False,
+    about: OneRun,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="rows at most")] = 50,
-    run: RunArgument = "",
-) -> None:  # fmt: skip
+) -> None:
     """Show the rounds of a run id and how its runs ended, the newest first.
 
     The last fifty are kept for a week (history_ttl), also after the run has ended.
@@ -236,78 +220,62 @@ def history(
 
     from rdzv_plugins.protocol.documents import STATE_KEY
 
-    run_id = one_run(run_id, run)
-    access = Access(backend, endpoint, conf)
-    rows = access.archive(run_id).rows()[::-1][:limit]
+    run_id, archive = about.run, about.archive(about.run)
+    rows = archive.rows()[::-1][:limit]
     if not rows:
-        if said := access.archive(run_id).why_unreadable():
+        if said := archive.why_unreadable():
             raise ValueError(said)
-        with access.connect(run_id) as client:
-            if client.get(STATE_KEY) is None and access.archive(run_id).last() is None:
+        with about.connect(run_id) as client:
+            if client.get(STATE_KEY) is None and archive.last() is None:
                 raise no_run(client, run_id)
         raise ValueError(
             f"run '{run_id}' has no history: no round of it has run yet, or it has history_ttl=0"
         )
-    if as_json:
+    if about.as_json:
         for row in rows:
             print_json({"schema": 1, **to_builtins(row)})
         return
     _print_table(_rounds(rows))
 
 
-def watch(
-    run_id: RunOption = "", backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "",
-    conf: ConfOption = "", as_json: JsonOption = False,
-    run: RunArgument = "",
-) -> None:  # fmt: skip
+def watch(about: OneRun) -> None:
     """Show the status and keep it up to date, until Ctrl-C or until the run is closed.
 
     Into a pipe it writes one line whenever the run does something else. An outage of the store does
     not end it. Exit status: 0, or 4 if there is no such run.
     """
-    from rdzv_plugins.observe.inspection import Condition, Inspection, settle
+    from rdzv_plugins.observe.inspection import Condition
 
-    run_id = one_run(run_id, run)
-    access = Access(backend, endpoint, conf)
-    with access.connect(run_id) as client:
-        seen = Inspection(client, access.archive(run_id), run_id)
-        settle([seen])
-        if as_json or not plain_console().is_terminal:
-            _stream(seen, as_json)
+    with about.inspect_one(about.run) as seen:
+        if about.as_json or not plain_console().is_terminal:
+            _stream(seen, about.as_json)
         else:
             _show_live(seen)
     if seen.condition is Condition.ABSENT:
         raise typer.Exit(_STATUSES[seen.condition.value])
 
 
-def close(
-    run_id: RunOption = "", backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "",
-    conf: ConfOption = "", as_json: JsonOption = False, run: RunArgument = "",
-) -> None:  # fmt: skip
+def close(about: OneRun) -> None:
     """Close a run: the current round trains to its end, and no further round forms.
 
     First it watches until a heartbeat comes, or one that was due has not come: up to 12 s. Of a
     dead run it notes the end.
     """
-    from rdzv_plugins.observe.inspection import Condition, Inspection, settle
+    from rdzv_plugins.observe.inspection import Condition
     from rdzv_plugins.process.driver import carry_out
     from rdzv_plugins.protocol.cleanup import close_run
     from rdzv_plugins.protocol.documents import Outcome, Phase, RoundDocument
 
-    run_id = one_run(run_id, run)
-    access = Access(backend, endpoint, conf)
-    why = "closed by the command rdzv close"
+    run_id, as_json, why = about.run, about.as_json, "closed by the command rdzv close"
     stood: list[RoundDocument] = []
 
     def may_close(document: RoundDocument) -> bool:
         stood.append(document)
         return True
 
-    with access.connect(run_id) as client:
-        archive = access.archive(run_id)
-        seen = Inspection(client, archive, run_id)
-        settle([seen], surely=True)
-        was, ttl = seen.condition, access.settings.sweep_after
+    with about.inspect_one(run_id, surely=True) as seen:
+        client, archive = seen.client, seen.archive
+        was, ttl = seen.condition, about.settings.sweep_after
         data = {"order": "close", "run": run_id, "was": was.value}
         if seen.document is None and was is not Condition.CLOSED:
             if was is Condition.DEAD and archive.end_by_hand(f"{why}; nobody lived in it"):
@@ -346,25 +314,22 @@ def close(
 
 
 def clean(
-    run_id: RunOption = "",
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
+    about: OneRun,
     dead: Annotated[
         bool, typer.Option("--dead", help="all dead runs under the prefix instead of one")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="even if nodes live, which then write keys again")
     ] = False,
-    as_json: JsonOption = False, run: RunArgument = "",
-) -> None:  # fmt: skip
+) -> None:
     """Delete all keys of a run, so that its id can be used again at once.
 
     It refuses while a node lives: it watches for heartbeats until one was due of each. A dead run
     counts as closed from then on, in rdzv list, history and the metrics.
     """
-    run_id = one_run(run_id, run, needed=False)
-    access = Access(backend, endpoint, conf)
+    run_id = one_run(about.run_id, about.first, needed=False)
     if dead:
-        _clean_the_dead(access, as_json)
+        _clean_the_dead(about, about.as_json)
         return
     if not run_id:
         raise typer.BadParameter("name a run, or all dead runs with --dead", param_hint="RUN")
@@ -372,7 +337,7 @@ def clean(
     from rdzv_plugins.observe.inspection import is_torchs
     from rdzv_plugins.protocol.documents import STATE_KEY
 
-    with access.connect(run_id) as client:
+    with about.connect(run_id) as client:
         if not force and (why := why_unreadable(client, "the run", STATE_KEY)):
             raise ValueError(f"{why}; --force deletes it all the same")
         torchs = is_torchs(client)
@@ -384,7 +349,8 @@ def clean(
                 f"run '{run_id}' has live nodes: {', '.join(sorted(alive)[:4])}; "
                 "close it first, or use --force"
             )
-        _delete(client, access.archive(run_id), run_id, ended=not alive, as_json=as_json)
+        archive = about.archive(run_id)
+        _delete(client, archive, run_id, ended=not alive, as_json=about.as_json)
 
 
 def _clean_the_dead(access: Access, as_json: bool) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from typer.testing import CliRunner, Result
 
 from rdzv_plugins import servers
-from rdzv_plugins.cli import app, runs
+from rdzv_plugins.cli import app
 from rdzv_plugins.cli.local import serve
 from rdzv_plugins.cli.options import BackendOption, plain_console
 from rdzv_plugins.kv import KeyValueClient
@@ -174,7 +174,7 @@ def test_status_counts_the_nodes_that_wait(server: servers.LocalServer, run_id: 
         assert result.exit_code == 3
         sentence = f"run '{run_id}': waiting for 1 node: 2 of 3 are here; forming since "
         assert result.stdout.startswith(sentence)
-        runs.close(run_id, "redis", server.endpoint)
+        invoke("close", "-e", server.endpoint, "-i", run_id)
     for join in joins:
         with pytest.raises(RendezvousClosedError):
             join.result(10)
@@ -561,14 +561,14 @@ def consul() -> Iterator[servers.LocalServer]:
 
 
 def test_a_cleaned_run_that_was_closed_can_begin_anew(
-    consul: servers.LocalServer, run_id: str, capsys: pytest.CaptureFixture[str]
+    consul: servers.LocalServer, run_id: str
 ) -> None:
     with closing(open_client("consul", consul.endpoint, run_id)) as client:
         client.put("key", b"old")
         client.expire(2)
         began = time.monotonic()
-        runs.clean(run_id, "consul", consul.endpoint)
-        assert "deleted 1 keys" in capsys.readouterr().out
+        cleaned = invoke("clean", "-b", "consul", "-e", consul.endpoint, run_id)
+        assert "deleted 1 keys" in cleaned.stdout
         client.put("key", b"new")
         past = began + 4 - time.monotonic()
         assert not until(lambda: client.get("key") is None, past), "the old deadline was kept"

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from selenium.webdriver import Chrome, Keys
 
 from rdzv_plugins.cli import pages
+from rdzv_plugins.cli.options import Access
 from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -557,12 +558,12 @@ def test_where_others_reach_it_it_shows_a_token_and_asks_for_it(
 def test_a_taken_port_and_a_bad_endpoint_are_one_line(shared: RunningStore) -> None:
     taken = shared.address[1]
     with pytest.raises(ValueError, match=rf"^cannot listen at 127.0.0.1:{taken} \(.*--port$"):
-        pages.dashboard("redis", shared.endpoint, port=taken)
+        pages.dashboard(Access("redis", shared.endpoint), port=taken)
     with pytest.raises(ValueError, match=r"^redis at 'ftp://host': .*allowed"):
-        pages.dashboard("redis", "ftp://host")
+        pages.dashboard(Access("redis", "ftp://host"))
 
 
 def test_without_its_libraries_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ValueError, match=r'pip install "rdzv-plugins\[dashboard\]"$'):
-        pages.dashboard()
+        pages.dashboard(Access())

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app, pages
+from rdzv_plugins.cli.options import Access
 from rdzv_plugins.observe.history import list_runs
 from rdzv_plugins.observe.inspection import Condition
 from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
@@ -240,7 +241,7 @@ def test_where_others_reach_it_it_needs_a_token(
 ) -> None:
     # Loopback, as nobody can tell from its spelling.
     with pytest.raises(ValueError, match=r"^who reaches 127\.1 would read .* without a token: set"):
-        pages.exporter("redis", store.endpoint, host="127.1")
+        pages.exporter(Access("redis", store.endpoint), host="127.1")
     file = tmp_path / "token"
     file.write_text("of Prometheus\n")
     monkeypatch.setenv("RDZV_PLUGINS_PAGE_TOKEN_FILE", str(file))
@@ -261,7 +262,7 @@ def test_a_taken_port_and_a_missing_library_are_one_line(
 ) -> None:
     taken = store.address[1]
     with pytest.raises(ValueError, match=rf"^cannot listen at 127.0.0.1:{taken} \(.*--port$"):
-        pages.exporter("redis", store.endpoint, port=taken)
+        pages.exporter(Access("redis", store.endpoint), port=taken)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ValueError, match=r'pip install "rdzv-plugins\[metrics\]"$'):
-        pages.exporter("redis", store.endpoint)
+        pages.exporter(Access("redis", store.endpoint))

@@ -11,36 +11,24 @@ from typing import Annotated
 
 import typer
 
-from rdzv_plugins.cli.options import (
-    DEFAULT_BACKEND,
-    BackendOption,
-    ConfOption,
-    EndpointOption,
-    print_json,
-)
+from rdzv_plugins.cli.options import Access, print_json
 
 __all__ = ["check"]
 
 
 def check(
-    backend: BackendOption = DEFAULT_BACKEND, endpoint: EndpointOption = "", conf: ConfOption = "",
+    access: Access,
     run_id: Annotated[
         str | None,
         typer.Option("--rdzv-id", "-i", envvar="RDZV_ID", help="also check that this id is free"),
     ] = None,
-    nnodes: Annotated[
-        str, typer.Option("--nnodes", help="as for torchrun: N or MIN:MAX")
-    ] = "",
-    local_addr: Annotated[
-        str, typer.Option("--local-addr", help="as for torchrun: this node's address")
-    ] = "",
-    peers: Annotated[
-        str, typer.Option("--peers", help="host[:port],...: other nodes, to be dialled")
-    ] = "",
+    nnodes: Annotated[str, typer.Option(help="as for torchrun: N or MIN:MAX")] = "",
+    local_addr: Annotated[str, typer.Option(help="as for torchrun: this node's address")] = "",
+    peers: Annotated[str, typer.Option(help="host[:port],...: other nodes, to be dialled")] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="write JSON, which rdzv docs check describes")
     ] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Check before a job all that it needs: options, address, peers, store and run id.
 
     The store is tried in a temporary run, which is deleted. Exit status: 0, all is well; 1, it
@@ -49,7 +37,7 @@ def check(
     from rdzv_plugins.cli.check import plan
     from rdzv_plugins.cli.check.job import Job
 
-    job = Job.of(backend, endpoint, conf, run_id, nnodes, local_addr, peers)
+    job = Job.of(access.backend, access.endpoint, access.conf, run_id, nnodes, local_addr, peers)
     made = []
     for finding in plan.carry_out(job):
         made.append(finding)
