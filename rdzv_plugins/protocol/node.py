@@ -1,7 +1,10 @@
 """One node's life in a run, as a generator of effects: the protocol without I/O or threads.
 
 `Node.run` yields requests and is sent their answers; a failed request is thrown into it. A driver
-only carries requests out: `driver.py` on a store, the simulator on virtual time.
+only carries requests out: `process/driver.py` on a store, the simulator on virtual time.
+
+A turn reads (`Observer`), decides (`decide`) and acts. Parts with a state of their own stand beside
+it: `Heartbeat`, `Join`, `Lead`, `Master`, `Neighbours`, `NetworkCheck` and `Contact`.
 """
 
 from __future__ import annotations
@@ -9,32 +12,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
-from rdzv_plugins.kv import (
-    AccessDeniedError,
-    Attempts,
-    RendezvousConnectionError,
-    RendezvousStateError,
-    Version,
-)
+from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.sealed import ForeignValueError
 from rdzv_plugins.protocol import rules, words
-from rdzv_plugins.protocol.accusations import found_gone
-from rdzv_plugins.protocol.cleanup import close_run, let_expire, tidy_up
+from rdzv_plugins.protocol.cleanup import close_run, let_expire
 from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
-    BELL_KEY,
     NODES_PREFIX,
     STATE_KEY,
-    Accusation,
     CorruptDocumentError,
-    Exclusion,
     Found,
     NodeRecord,
     Phase,
@@ -49,7 +41,6 @@ from rdzv_plugins.protocol.effects import (
     DialPeer,
     Drop,
     Effects,
-    Expire,
     FinishJoin,
     HoldLinks,
     JoinOutcome,
@@ -58,16 +49,19 @@ from rdzv_plugins.protocol.effects import (
     PutRecord,
     PutShards,
     Read,
-    ReadExclusions,
     ReadTombstone,
     Register,
     Rest,
     Ring,
     Tell,
 )
+from rdzv_plugins.protocol.heartbeat import Heartbeat
+from rdzv_plugins.protocol.join import Join, Orders
+from rdzv_plugins.protocol.lead import Lead
+from rdzv_plugins.protocol.master import Master
+from rdzv_plugins.protocol.neighbours import Neighbours
 from rdzv_plugins.protocol.network_check import NetworkCheck
 from rdzv_plugins.protocol.observer import Observer
-from rdzv_plugins.protocol.policies.growth import last_call
 from rdzv_plugins.protocol.roster import apart, shards_of
 from rdzv_plugins.protocol.round_record import Durations, record_of
 from rdzv_plugins.protocol.rules import Failure
@@ -75,15 +69,6 @@ from rdzv_plugins.protocol.situation import nodes_waiting, waits_for_a_living_ro
 from rdzv_plugins.protocol.wall_clock import shown
 
 __all__ = ["Node"]
-
-# A TCPStore opens within a few milliseconds, unless name resolution hangs.
-_MASTER_SECONDS = 0.05
-
-# A leader for whom nobody has rung the bell for so long has time for what nobody waits for: to read
-# the exclusions, and to write when the last call ends.
-_QUIET_SECONDS = 0.05
-# A shorter last call is over before people can read of it.
-_SHORTEST_CALL = 1.0
 
 # A round that runs sooner after its ranks were confirmed has its links then, when nobody waits. One
 # that does not may wait for a node that died meanwhile.
@@ -94,24 +79,15 @@ _LOOK_SECONDS = 1.0
 
 _PAUSES = (Rest, Park)
 
-# Kinds of actions. Not as unions: each mention of one makes it anew, ten times the check itself.
+# Tuples, not `A | B`: building a union at each isinstance() costs ten times the check.
 _WRITES = (rules.Write, rules.Abdicate)
 _DECIDES = (*_WRITES, rules.Close)
 _ENDS = (rules.Start, rules.Fail)
 _TELLS = (rules.Wait, *_ENDS)
 
-# It accuses so many, of more the first: as many as stand in a document.
-_MOST_ACCUSED = 64
-# It says by what it is held up, in milliseconds, if by so much.
-_SLOW = 50
-# An accused node beats so often within the time that it has, and for so many times as long.
-_ANSWERS, _ANSWERS_FOR = 3, 4
-
 _LONGEST_OUTAGE_PAUSE = 0.5
 # A store may show a document before it shows the shards that were written before it.
 _MISSING_SHARD_PAUSE = 0.1
-# A leader renews the run's deadline so many times before it would pass.
-_RENEWALS = 4
 
 
 class Node:
@@ -144,9 +120,7 @@ class Node:
         chance: random.Random,
         wall: Callable[[], float],
     ) -> None:
-        # The arguments, and what the class tells of.
         self.id = node_id
-        self.record = record
         self.closing = False
         self._rules = rules
         self._join_timeout = join_timeout
@@ -155,119 +129,41 @@ class Node:
         self._wall = wall
         # The answer of ``num_nodes_waiting()`` while this node is heard.
         self._waiting = 0
-        # As `rules.View.share`.
-        self._share = chance.random()
+        # As `rules.View.share` and `rules.View.fresh`.
+        self._share, self._fresh = chance.random(), ""
         # All that this node has read, and since when.
-        self._seen = Observer(node_id, rules, clock)
+        self._seen = seen = Observer(node_id, rules, clock)
         # Since when the store has accepted no heartbeat of this node.
         self._contact = Contact(rules, clock)
+        self._orders = Orders()
+        self._join = Join(rules, join_timeout, clock)
+        self._heartbeat = Heartbeat(node_id, record, rules, clock, chance, wall, seen)
+        self._lead = Lead(node_id, rules, clock, wall, seen, self._heartbeat)
+        self._master = Master(rules.lease, clock)
+        self._neighbours = Neighbours(
+            node_id, rules, clock, seen, self._heartbeat, self._join, self._contact
+        )
+        # The check of the network for the round whose rank this node confirms.
+        self._network = NetworkCheck(node_id, rules.lease, clock, seen.read_record)
         # The store has refused this node something: the node reads before it beats again.
         self._reads_first = False
         # Why its workers were to stop last; empty: they were not.
         self._cut_off = ""
-        # The log says so.
-        self._told_to_stop = False
-        # The log says that the store refuses all nodes.
-        self._told_of_all = False
+        # The log says so, and that the store refuses all nodes.
+        self._told_to_stop = self._told_of_all = False
         # The document by which the node last looked whether the round of its agent is over.
         self._judged: RoundDocument | None = None
-
-        # `order_join` was called, and has not been taken up yet.
-        self._join_ordered = False
-        # As for `order_withdrawal`.
-        self._withdraw_ordered = False
-        # As for `report_done`.
-        self._done_reported = False
-        # As for `allow_growth`.
-        self._growth_allowed = False
-        # The reason of a `report_unfit` that has not been taken up yet; None: there is none.
-        self._unfit_reported: str | None = None
-        # The workers failed, as the last `order_join` said.
-        self._failed = False
-        # The seconds of its `join_timeout` that were over then.
-        self._waited = 0.0
         # Why this node's workers or its agent failed, so that it leaves.
         self._failure = ""
-
-        # An agent waits for a round.
-        self._joining = False
-        # When that agent asked.
-        self._joined_at = 0.0
-        # When its time is over.
-        self._join_deadline = 0.0
-        # As `rules.View.fresh`.
-        self._fresh = ""
-        # The round that the agent was given last.
-        self._member: RoundDocument | None = None
-        # The number of the round that the agent was given last, by incarnation.
-        self._given: dict[str, int] = {}
-        # The network check found this node cut off, and no round was given to it since.
-        self._suspect = False
-
-        # Write the record before the next decision.
-        self._record_due = False
-        # Ring the leader's bell with it.
-        self._ring = False
-        # When the next heartbeat is due: the first comes with the order to join.
-        self._next_beat = clock() + rules.interval
-
-        # Of a leader: the bell as last heard.
-        self._bell: Version | None = None
-        # The round to tidy up after, the round before it, and the seconds that it took to form.
-        self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
-        # The seconds until the participants of the round were named.
-        self._gathered = Durations()
-        # The shards of the leader's document.
-        self._shards: Mapping[str, bytes] = {}
-        # The age of the document at which the leader writes its shards again.
-        self._shards_due = 0.0
-        # This node gave up a lead since its listings failed.
-        self._abdicated = False
-        # When the leader renews the deadline of the run's keys.
-        self._expiry_due = clock()
-        # The leader has renewed that deadline since it leads.
-        self._expires = False
-
-        # Of rank 0: the world_id for which a TCPStore is being opened, and since when.
-        self._opening: tuple[str, float] | None = None
-        # The world_id for which that came to an end, and the address, or why there is none.
-        self._opened: tuple[str, str | Exception] | None = None
-        # How often rank 0 failed to open one since one was open.
-        self._openings = Attempts(clock)
-        # Rank 0 is to try again after a pause.
-        self._reopens = False
-
-        # Of a leader: the incarnation for which it reads the exclusions that outlive runs, since
-        # when it tries, when it tries again, and what it has read.
-        self._looks_back_for, self._looks_back_since, self._looks_back_at = "", 0.0, 0.0
-        self._carried: tuple[Exclusion, ...] | None = None
-
-        # The check of the network for the round whose rank this node confirms.
-        self._network = NetworkCheck(node_id, rules.lease, clock, self._seen.read_record)
-        # What links tell, and has not been taken up: of which node, and whether it is gone.
-        self._evidence: deque[tuple[str, bool]] = deque()
-        # When links are due to other nodes; and where those that are known listen, None: nowhere.
-        self._links_due = math.inf
-        self._endpoints: dict[str, str | None] = {}
-        # The round for which, and its leader if that is one of them.
-        self._linked_for: tuple[str, str | None] = "", None
-        # It is the first of a shard, of several.
-        self._leads_shard = False
-        # What this node said over its links last; what others say, and whether that is news.
-        self._said = Standing.ACCEPTED
-        self._others: frozenset[Standing] = frozenset()
-        self._others_reported = False
-        # How long the store took for its last two heartbeats.
-        self._took = (0.0, 0.0)
-        # The accusation that this node answers, and until when it beats more often for that.
-        self._answers: tuple[str, Accusation] | None = None
-        self._answers_until = -math.inf
         # The remarks that the log has, by kind and key.
         self._told: set[tuple[str, object]] = set()
-        # When the sentence of a join that waits is told.
-        self._pace = words.Pace(clock())
-        # A line for the log once the record that asks for a round has been written.
-        self._news: str | None = None
+
+    # For other threads.
+
+    @property
+    def record(self) -> NodeRecord:
+        """What this node says of itself, as of its next heartbeat."""
+        return self._heartbeat.record
 
     @property
     def document(self) -> RoundDocument | None:
@@ -287,8 +183,8 @@ class Node:
     @property
     def _is_at_work(self) -> bool:
         # In a closed run nobody beats, and nobody goes on without it.
-        runs = self.record.status is Status.RUN and self._member is not None
-        return runs and not self._joining and not self._seen.closed
+        runs = self.record.status is Status.RUN and self._join.given is not None
+        return runs and not self._join.waits and not self._seen.closed
 
     @property
     def _standing(self) -> Standing:
@@ -296,7 +192,7 @@ class Node:
         document, contact = self.document, self._contact
         if not contact.fails:
             return Standing.ACCEPTED
-        is_over = document is not None and document.world_id != self._linked_for[0]
+        is_over = document is not None and document.world_id != self._neighbours.linked_to
         is_lost = is_over or self._cut_off or contact.is_alone or contact.others_are_lost
         return Standing.LOST if is_lost else Standing.CUT_OFF
 
@@ -308,10 +204,7 @@ class Node:
     @property
     def ordered(self) -> bool:
         """Whether an order or a report has not been taken up yet."""
-        orders = self._join_ordered, self._withdraw_ordered
-        reports = self._done_reported, self._growth_allowed, self._unfit_reported is not None
-        found = self._network.reported or bool(self._evidence)
-        return any(orders) or any(reports) or found or self._others_reported
+        return self._orders.any or self._network.reported or self._neighbours.is_reported
 
     @property
     def latest(self) -> RoundDocument | None:
@@ -331,12 +224,12 @@ class Node:
     @property
     def done(self) -> bool:
         """Whether this node's workers succeeded in the last round that its agent was given."""
-        return self.record.status is Status.DONE or self._done_reported
+        return self.record.status is Status.DONE or self._orders.done
 
     @property
     def diagnosis(self) -> words.Diagnosis:
         """A sentence: what this node does or waits for."""
-        left = self._join_deadline - self._clock() if self._joining else None
+        left = self._join.deadline - self._clock() if self._join.waits else None
         view = self.view()
         found = words.of_node(view, left)
         if view.document is None or view.document.phase is not Phase.FORMING:
@@ -351,11 +244,11 @@ class Node:
     @property
     def in_round(self) -> bool:
         """Whether the run, as last seen, still counts on this node."""
-        latest = self.latest
-        gave_up = self.record.status is Status.LEFT or self._unfit_reported is not None
-        if self._member is None or gave_up:
+        latest, given = self.latest, self._join.given
+        gave_up = self.record.status is Status.LEFT or self._orders.unfit is not None
+        if given is None or gave_up:
             return False  # The others decide about it.
-        return latest is None or (latest.is_of(self._member) and latest.names(self.id))
+        return latest is None or (latest.is_of(given) and latest.names(self.id))
 
     def order_join(self, failed: bool = False, waited: float = 0.0) -> None:
         """Ask to be in the next round; the driver ends its `Park` or `Rest` early for this.
@@ -364,24 +257,24 @@ class Node:
             failed: this node asks because its workers failed, not because it was told to.
             waited: seconds of its ``join_timeout`` that are over already.
         """
-        self._failed, self._waited = failed, waited
-        self._unfit_reported = None
-        self._withdraw_ordered, self._join_ordered = False, True
+        orders = self._orders
+        orders.failed, orders.waited, orders.unfit = failed, waited, None
+        orders.withdraw, orders.join = False, True
 
     def order_withdrawal(self) -> None:
         """Give up the join: the agent that ordered it is gone. Like `order_join`."""
-        if self._join_ordered:
+        if self._orders.join:
             # Not taken up yet. Who ordered it was fit, and may report otherwise by now.
-            self._join_ordered, self._unfit_reported = False, ""
-        self._withdraw_ordered = True
+            self._orders.join, self._orders.unfit = False, ""
+        self._orders.withdraw = True
 
     def report_done(self) -> None:
         """Say that this node's workers succeeded. Like `order_join`."""
-        self._done_reported = True
+        self._orders.done = True
 
     def allow_growth(self) -> None:
         """Say that now is a good moment to let newcomers in. Like `order_join`."""
-        self._growth_allowed = True
+        self._orders.growth = True
 
     def report_unfit(self, reason: str) -> None:
         """Say that this node asks for no round, and why: its check failed. Like `order_join`.
@@ -389,15 +282,13 @@ class Node:
         Until it joins again the others go on without it. If the run is closed meanwhile, that is
         the outcome, as of a join.
         """
-        self._unfit_reported = reason
+        self._orders.unfit = reason
 
     def finished(self, begun: Begin, result: Any) -> None:
         """Answer a `Begin`, in any thread: what came of it, or why it failed, an exception."""
-        # The node's thread may give it up meanwhile.
-        opening = self._opening
         match begun:
-            case OpenMaster(world_id) if opening is not None and opening[0] == world_id:
-                self._opened = world_id, result
+            case OpenMaster(world_id):
+                self._master.report(world_id, result)
             case DialPeer(attempt):
                 self._network.report(attempt, result)
 
@@ -406,34 +297,32 @@ class Node:
 
         Like `order_join`.
         """
-        self._evidence.append((node, True))
+        self._neighbours.report(node, True)
 
     def report_back(self, node: str) -> None:
         """Say that a node of which `report_gone` was called answers. Like `order_join`."""
-        self._evidence.append((node, False))
+        self._neighbours.report(node, False)
 
     def report_others(self, others: frozenset[Standing]) -> None:
         """Say what all other ends of links say of themselves. Like `order_join`.
 
         A node whose link is asked for and does not stand counts as `Standing.ACCEPTED`.
         """
-        self._others, self._others_reported = others, True
-        self._hear_others()  # At once: a request may take as long as this node has.
+        self._neighbours.report_others(others)
 
     def note_retry(self) -> None:
         """Say that the store's client makes a request again, in a wait too; from any thread."""
         self._seen.repeats()
         self._contact.fails = True
 
+    # For the thread that drives.
+
     def news_for_others(self) -> HoldLinks | None:
-        """What to say over links that was not said yet; in the thread that drives.
+        """What to say over links that was not said yet.
 
         At once, although a request may not be over: others judge by it.
         """
-        if not self.record.link or (standing := self._standing) is self._said:
-            return None
-        self._said = standing
-        return self._links
+        return self._neighbours.say(self._standing)
 
     def run(self) -> Effects[None]:
         """Live until the driver stops driving."""
@@ -453,7 +342,7 @@ class Node:
             failure: why its workers or its agent failed, so that it leaves.
         """
         if failure:
-            self._failure, self._unfit_reported = failure, failure
+            self._failure, self._orders.unfit = failure, failure
         yield from self._leave()
         # A last beat that was delayed on its way may be applied after the farewell.
         entry, _ = yield from self._seen.read_record(self.id)
@@ -465,15 +354,13 @@ class Node:
 
     def _leave(self) -> Effects[None]:
         """Say that this node is in no round, and leave the lead to others."""
-        status = Status.DONE if self.done else Status.LEFT
-        unfit = self.record.unfit if self._unfit_reported is None else self._unfit_reported
-        if self._join_ordered:
+        unfit = self.record.unfit if self._orders.unfit is None else self._orders.unfit
+        if self._orders.join:
             unfit = ""  # It is fit again, and leaves before it could say so.
-        self.record = replace(
-            self.record,
+        self._heartbeat.amend(
             beat=self.record.beat + 1,
             at=int(self._wall()),
-            status=status,
+            status=Status.DONE if self.done else Status.LEFT,
             unfit=unfit,
             failed=bool(self._failure),
         )
@@ -488,9 +375,7 @@ class Node:
             if document is None or document.leader != self.id or document.closed:
                 return
             if (yield from self._write(replace(document, leader=None))):
-                if not self._expires:
-                    # No other node may be left to set the deadline.
-                    yield from Expire(self._rules.abandoned)
+                yield from self._lead.set_deadline()
                 return
 
     def _timed(self, steps: Effects[None]) -> Effects[None]:
@@ -504,7 +389,7 @@ class Node:
             except StopIteration:
                 return
             document = seen.arriving or seen.document
-            if document is not self._judged and not self._joining:
+            if document is not self._judged and not self._join.waits:
                 # At once: the requests before the next decision may take long.
                 self._judged = document
                 self._waiting = nodes_waiting(replace(self.view(), document=document))
@@ -520,42 +405,28 @@ class Node:
                 seen.paused(min(request.seconds, self._clock() - asked))
                 if self._clock() - asked > request.seconds:
                     seen.woke_late(self._clock() - asked - request.seconds)
-            if error is None:
-                if type(request) not in LOCAL:
-                    seen.answered()
-                if isinstance(request, PutRecord):
-                    self._contact.accepted(asked)
-                    self._cut_off, self._told_to_stop, self._told_of_all = "", False, False
-                elif isinstance(request, Read):
-                    self._contact.sees()
-            elif isinstance(error, RendezvousConnectionError) and type(request) not in LOCAL:
-                seen.failed()
-                self._contact.fails = True
-                if isinstance(error, AccessDeniedError):
-                    self._contact.denied()
-                    self._reads_first = True
+            if type(request) not in LOCAL:
+                self._note(request, error, asked)
+
+    def _note(self, request: Any, error: Exception | None, asked: float) -> None:
+        """Note what the store's answer, or its silence, says of this node's contact with it."""
+        if error is None:
+            self._seen.answered()
+            if isinstance(request, PutRecord):
+                self._contact.accepted(asked)
+                self._cut_off, self._told_to_stop, self._told_of_all = "", False, False
+            elif isinstance(request, Read):
+                self._contact.sees()
+        elif isinstance(error, RendezvousConnectionError):
+            self._seen.failed()
+            self._contact.fails = True
+            if isinstance(error, AccessDeniedError):
+                self._contact.denied()
+                self._reads_first = True
 
     def _turn(self) -> Effects[None]:
-        self._take_orders()
-        if self._withdraw_ordered:
-            self._withdraw_ordered = self._joining = False
-            yield from self._leave()
-        self._network.take_up()
-        while self._evidence:
-            yield from self._take_evidence()
-        self._answer_accusation()
-        seen = self._seen
-        if self._beats and not seen.closed:
-            if self._reads_first:
-                # Others would wait for a node that beats and may read nothing. One that may only
-                # read sees whether they go on without it.
-                yield from seen.read_document()
-                self._reads_first = False
-            self._take_orders()  # Of the meantime: what it beats next is not to be outdated.
-            yield from self._keep_alive()
-        yield from seen.observe()
-        while seen.refused:
-            yield from Tell("unreadable", f"it counts as absent: {seen.refused.pop(0)}")
+        yield from self._take_up()
+        yield from self._look()
         view = self.view()
         for about, key, text in words.remarks(view):
             if (about, key) not in self._told:
@@ -563,8 +434,8 @@ class Node:
                 yield from Tell(about, text)
                 self._told.add((about, key))
         action = decide(view)
-        writes = isinstance(action, _WRITES)
-        if view.records is not None and not (seen.document_is_fresh or writes):
+        seen = self._seen
+        if view.records is not None and not (seen.document_is_fresh or isinstance(action, _WRITES)):
             # The records may be newer than the document. Compare-and-set guards a write; any other
             # action must be for the document as it is now.
             token = seen.token
@@ -573,35 +444,59 @@ class Node:
                 return
         self._waiting = nodes_waiting(view)
         if waits_for_a_living_round(view):
-            # A spare waits for as long as the round lasts, as torch's redundant nodes do.
-            self._join_deadline = self._clock() + self._join_timeout
+            self._join.start_over()  # As torch's redundant nodes do.
         elif view.is_late and not isinstance(action, _ENDS):
             # It has a rank: the round may be about to run.
-            self._join_deadline = self._seen.document_since + self._rules.lease
+            self._join.deadline = seen.document_since + self._rules.lease
         if isinstance(action, _TELLS):
             yield from self._tell_what_it_asked_for()
-        if self._joining and isinstance(action, rules.Wait):
+        if self._join.waits and isinstance(action, rules.Wait):
             yield from self._tell_what_it_waits_for(view)
-        if self._join_ordered and isinstance(action, _ENDS):
+        if self._orders.join and isinstance(action, _ENDS):
             return  # It answers a join that was given up meanwhile; another one was ordered.
         # Where the write fails, this node does not lead, though it beats and lists.
         seen.is_to_write = isinstance(action, _DECIDES)
         yield from self._act(action)
         seen.is_to_write = False
 
+    def _take_up(self) -> Effects[None]:
+        """Take up orders, reports, and what links have told."""
+        self._take_orders()
+        if self._orders.withdraw:
+            self._orders.withdraw = self._join.waits = False
+            yield from self._leave()
+        self._network.take_up()
+        yield from self._neighbours.take_up_evidence()
+        self._neighbours.answer()
+
+    def _look(self) -> Effects[None]:
+        """Beat, if that is due, and read what is to be known for a decision."""
+        seen = self._seen
+        if self._beats and not seen.closed:
+            if self._reads_first:
+                # Others would wait for a node that beats and may read nothing. One that may only
+                # read sees whether they go on without it.
+                yield from seen.read_document()
+                self._reads_first = False
+            self._take_orders()  # Of the meantime: what it beats next is not to be outdated.
+            yield from self._heartbeat.keep_alive(self._lead.last_call())
+        yield from seen.observe()
+        while seen.refused:
+            yield from Tell("unreadable", f"it counts as absent: {seen.refused.pop(0)}")
+
     def _tell_what_it_asked_for(self) -> Effects[None]:
         """Tell it when this node has time: a line takes as long as a request to the store."""
-        if self._news is not None:
-            news, self._news = self._news, None
+        if self._join.news:
+            news, self._join.news = self._join.news, ""
             yield from Tell("joined", news)
 
     def _tell_what_it_waits_for(self, view: rules.View) -> Effects[None]:
-        now = self._clock()
+        now, join = self._clock(), self._join
         # A remark has told what a spare waits for, which may take days.
-        if not self._pace.is_due(now) or waits_for_a_living_round(view):
+        if not join.pace.is_due(now) or waits_for_a_living_round(view):
             return
-        found = words.of_node(view, self._join_deadline - now)
-        if self._pace.tells(found.lasting, now):
+        found = words.of_node(view, join.deadline - now)
+        if join.pace.tells(found.lasting, now):
             yield from Tell("waiting", str(found))
 
     @property
@@ -610,230 +505,70 @@ class Node:
         return self.record.status is not Status.LEFT or self.record.is_unfit
 
     def _take_orders(self) -> None:
-        if self._others_reported:
-            self._others_reported = False
-            # Whether the store refuses this node too is to be known before their leases are over.
-            asks = Standing.CUT_OFF in self._others and not self._contact.fails
-            self._record_due = self._record_due or asks
-        if self._unfit_reported is not None:
-            record, reason, self._unfit_reported = self.record, self._unfit_reported, None
-            self.record = replace(record, status=Status.LEFT, unfit=reason, master=None)
-            self._joining = False
-            # Of the next reasons the leader reads with its next listing.
-            self._ring = self._ring or not record.is_unfit
-            self._record_due = self._record_due or self.record != record
-        if self._join_ordered:
-            cut_off = self._contact.why if self.is_cut_off else ""
-            self._join_ordered = False
-            self._joining = True
-            self._joined_at = self._clock()
-            self._pace = words.Pace(self._joined_at)
-            self._join_deadline = self._joined_at + max(0.0, self._join_timeout - self._waited)
-            self.record = replace(
-                self.record,
-                status=Status.JOIN,
-                master=None,
-                hosts=True,
-                failed=self._failed,
-                may_grow=False,
-                unfit="",
-                suspect=self._suspect,
-            )
-            self._cut_off = self._cut_off or cut_off
-            self._news = self._what_it_asks_for()
-            self._fresh = self._new_incarnation()
-            self._record_due = self._ring = True
-            # A node that joins again may have lost the leader: look at it now, not an interval on.
-            self._seen.read_again(document=True, leader=self._member is not None)
-            self._waiting = 0
-            self._contact.workers_stopped()
-        if self._done_reported:
-            self._done_reported = False
-            if self.record.status is Status.RUN and not self._joining:
+        orders, record, heartbeat = self._orders, self.record, self._heartbeat
+        self._neighbours.take_up_others()
+        if orders.unfit is not None:
+            reason, orders.unfit = orders.unfit, None
+            heartbeat.amend(status=Status.LEFT, unfit=reason, master=None)
+            self._join.waits = False
+            if self.record != record:
+                # Ring only for the first reason; the leader sees later ones at its next listing.
+                heartbeat.require(rings=not record.is_unfit)
+        if orders.join:
+            orders.join = False
+            self._begin_join()
+        runs = self.record.status is Status.RUN and not self._join.waits
+        if orders.done:
+            orders.done = False
+            if runs:
                 # No node waits for this: do not ring the bell.
-                self.record = replace(self.record, status=Status.DONE)
-                self._record_due = True
-        if self._growth_allowed:
-            self._growth_allowed = False
-            if self.record.status is Status.RUN and not self._joining:
-                self.record = replace(self.record, may_grow=True)
-                self._record_due = self._ring = True
+                heartbeat.change(status=Status.DONE)
+        if orders.growth:
+            orders.growth = False
+            if runs and self.record.status is Status.RUN:
+                heartbeat.change(rings=True, may_grow=True)
 
-    def _what_it_asks_for(self) -> str:
-        if self._member is None:
+    def _begin_join(self) -> None:
+        orders, join = self._orders, self._join
+        self._cut_off = self._cut_off or (self._contact.why if self.is_cut_off else "")
+        if join.given is None:
             nnodes = f"{self._rules.min_nodes}:{self._rules.max_nodes}"
-            return f"joined as {self.record.label}, --nnodes={nnodes}"
-        why = "its workers failed" if self._failed else "its round is over"
-        if self._cut_off:
-            why = f"it was cut off: {self._cut_off}"
-        return f"{self.record.label} asks for the next round: {why}"
+            news = f"joined as {self.record.label}, --nnodes={nnodes}"
+        else:
+            why = "its workers failed" if orders.failed else "its round is over"
+            why = f"it was cut off: {self._cut_off}" if self._cut_off else why
+            news = f"{self.record.label} asks for the next round: {why}"
+        join.begin(orders.waited, news)
+        self._heartbeat.change(
+            rings=True,
+            status=Status.JOIN,
+            master=None,
+            hosts=True,
+            failed=orders.failed,
+            may_grow=False,
+            unfit="",
+            suspect=join.suspect,
+        )
+        self._fresh = self._new_incarnation()
+        # A node that joins again may have lost the leader: look at it now, not an interval on.
+        self._seen.read_again(document=True, leader=join.given is not None)
+        self._waiting = 0
+        self._contact.workers_stopped()
 
     def _new_incarnation(self) -> str:
         return f"{self._chance.getrandbits(64):016x}"
 
-    def _keep_alive(self) -> Effects[None]:
-        """Once an interval, beat and look at the others; write a changed record at once."""
-        interval_over = self._clock() >= self._next_beat
-        if interval_over and not self._record_due:
-            self.record = replace(self.record, may_grow=False)  # The moment is over.
-        if self._record_due or interval_over:
-            due = min(self._clock(), self._next_beat)
-            yield from self._write_record()
-            self._seen.beat_was_late(self._clock() - due)
-            # Never sooner than an interval. The random part keeps thousands of nodes out of step.
-            interval = self._rules.interval
-            self._next_beat = self._clock() + interval * (1 + 0.1 * self._chance.random())
-            if self._clock() < self._answers_until:
-                soon = self._clock() + (self._rules.answer or 0.0) / _ANSWERS
-                self._next_beat = min(self._next_beat, soon)
-        if interval_over:
-            self._seen.read_again(leader=True, records=True)
-
-    def _take_evidence(self) -> Effects[None]:
-        """Accusations: say in this node's record who is gone, or is not."""
-        node, gone = self._evidence[0]
-        accuses = dict(self.record.accuses)
-        accuses.pop(node, None)
-        if gone:
-            # Its last word first: it may have left, or be of a version that answers nobody.
-            _, record = yield from self._seen.read_record(node)
-            if record is not None and record.link and not record.is_over:
-                accuses[node] = record.beat
-        self._evidence.popleft()
-        accused = tuple(accuses.items())[:_MOST_ACCUSED]
-        if accused == self.record.accuses:
-            return
-        self.record = replace(self.record, accuses=accused)
-        self._record_due = self._ring = True
-        self._owe_links()
-        document = self._seen.document
-        if document is not None and document.leader == node:
-            self._seen.read_again(document=True, leader=True)
-
-    def _accusation(self) -> tuple[str, Accusation] | None:
-        """The accusation against this node that the document has, and of which run."""
-        document = self._seen.document
-        if document is None or not document.accused or self._rules.answer is None:
-            return None
-        against = (it for it in document.accused if it.node == self.id and not it.lost)
-        accusation = next(against, None)
-        return (document.incarnation, accusation) if accusation is not None else None
-
-    def _answer_accusation(self) -> None:
-        """Accusations: beat at once, and again: a store may forget one heartbeat."""
-        now, accusation = self._clock(), self._accusation()
-        if accusation is not None and accusation != self._answers:
-            self._answers = accusation
-            self._answers_until = now + _ANSWERS_FOR * (self._rules.answer or 0.0)
-            self._record_due = self._ring = True
-
-    def _owe_links(self, seconds: float = 0.0) -> None:
-        if self._rules.answer is not None:
-            self._links_due = self._clock() + seconds
-
-    def _links_for(self) -> tuple[str, str | None] | None:
-        """The round for which links are due, and its leader if one is to be to it; None: unknown.
-
-        The leader joins those that are no neighbours of one another. A node outside of the round
-        shows it that others can go on; the first nodes of shards tell each other of it.
-        """
-        document, confirmed, leads_shard = self.document, self._seen.confirmed, self._leads_shard
-        if self._rules.answer is None or document is None or document.phase is not Phase.RUNNING:
-            return None
-        leader = document.leader if document.leader != self.id else None
-        if self._joining and self.id not in document.ranks:
-            silence = self._seen.liveness.confirmed_silence(leader) if leader else 0.0
-            return document.world_id, leader if silence >= self._rules.lease / 2 else None
-        if confirmed is None or confirmed.world_id != document.world_id:
-            return None
-        return document.world_id, leader if leads_shard else None
-
-    def _hold_links(self) -> Effects[None]:
-        """Have links to both neighbours in the round, and go on to others past those that are gone.
-
-        Nobody waits for this: the round runs, or is held up.
-        """
-        confirmed, accused = self._seen.confirmed, dict(self.record.accuses)
-        links_for, held = self._links_for(), self._links
-        ring: tuple[str, ...] = ()
-        if confirmed is not None:
-            if links_for is None or links_for[0] == confirmed.world_id:
-                ring = self._seen.ring(confirmed)
-            self._leads_shard = ring[:1] == (self.id,) and len(ring) < confirmed.size
-            links_for = self._links_for() or (confirmed.world_id, None)
-        here = ring.index(self.id) if self.id in ring else len(ring)
-        others = (*ring[here + 1 :], *ring[:here])
-        neighbours = *_as_far_as(others, accused), *_as_far_as(others[::-1], accused)
-        leader = links_for[1] if links_for is not None else None
-        known, endpoints = self._endpoints, dict[str, str | None]()
-        for node in dict.fromkeys((*neighbours, *filter(None, [leader]))):
-            endpoint = known.get(node)
-            if node not in known:
-                record = (self._seen.records or {}).get(node)
-                if record is None:
-                    _, record = yield from self._seen.read_record(node)
-                if record is not None and record.link:
-                    endpoint = f"{record.address}:{record.link}"
-            endpoints[node] = endpoint
-        self._endpoints = endpoints
-        self._links_due, self._linked_for = math.inf, links_for or self._linked_for
-        self._hear_others()
-        if self._links != held:
-            yield from self._links
-
-    def _hear_others(self) -> None:
-        """Where a link is missing that counts for the round of its agent, others may go on."""
-        member = self._member
-        linked = member is not None and member.world_id == self._linked_for[0]
-        stand = linked and self._links_due == math.inf and None not in self._endpoints.values()
-        self._contact.hear(self._others if stand else (*self._others, Standing.ACCEPTED))
-
-    @property
-    def _links(self) -> HoldLinks:
-        known = tuple((node, it) for node, it in self._endpoints.items() if it is not None)
-        return HoldLinks(known, self._said)
-
-    def _write_record(self) -> Effects[None]:
-        slow = int(1000 * max(*self._took, self._seen.overslept))
-        self.record = replace(
-            self.record,
-            beat=self.record.beat + 1,
-            looks=self._seen.looks,
-            slow=slow if slow >= _SLOW else 0,
-            # For people alone.
-            at=int(self._wall()),
-            last_call=self._last_call(),
-        )
-        ring, self._record_due, self._ring = self._ring, False, False
-        asked = self._clock()
-        try:
-            yield from PutRecord(self.id, self.record, ring)
-        except RendezvousConnectionError:
-            self._record_due, self._ring = True, ring
-            raise
-        self._took = self._took[1], self._clock() - asked
-
-    def _last_call(self) -> tuple[int, int] | None:
-        """As `documents.NodeRecord.last_call`."""
-        document, enough_for = self.document, self._seen.enough_for
-        if document is None or document.phase is not Phase.FORMING or enough_for is None:
-            return None
-        left = last_call(self._rules, document) - enough_for
-        if document.leader != self.id or left < _SHORTEST_CALL:
-            return None
-        return document.round, int(self._wall() + left)
-
     def view(self) -> rules.View:
         """The view of this node now. In another thread its parts may be of two moments."""
-        now, seen = self._clock(), self._seen
+        now, seen, join = self._clock(), self._seen, self._join
         document = seen.document
         leader = document.leader if document and document.leader else ""
         return rules.View(
             me=self.id,
             rules=self._rules,
             record=self.record,
-            joining=self._joining,
-            join_left=self._join_deadline - now,
+            joining=join.waits,
+            join_left=join.deadline - now,
             document=document,
             document_age=now - seen.document_since,
             round_age=now - seen.round_since,
@@ -842,9 +577,9 @@ class Node:
             grown_for=now - seen.grown_since,
             latest=seen.latest,
             asked_tombstones=seen.asked_tombstones(),
-            member=self._member,
+            member=join.given,
             confirmed=seen.confirmed,
-            given=self._given,
+            given=join.rounds,
             records=seen.records,
             leader=seen.leader,
             now=now,
@@ -853,26 +588,19 @@ class Node:
             possible_idleness=seen.progress.possible_silence(leader, now),
             lag=seen.lag,
             cannot_list=seen.cannot_list,
-            abdicated=self._abdicated,
+            abdicated=self._lead.abdicated,
             enough_for=seen.enough_for,
             share=self._share,
             fresh=self._fresh,
             wall=self._wall(),
-            carried=self._carried if self._looks_back_in(document) else None,
+            carried=self._lead.carried(document),
             checks=document is not None and self._network.is_of(document),
-            opening_for=self._opening_for(document, now),
+            opening_for=self._master.opening_for(document),
             unheard=self._contact.unheard,
             until_first_lease=seen.until_first_lease(now),
             unanswered=seen.unanswered,
             latency=max(seen.latency, seen.overslept),
         )
-
-    def _opening_for(self, document: RoundDocument | None, now: float) -> float | None:
-        """As `rules.View.opening_for`."""
-        opening = self._opening
-        if opening is None or self._opened is not None or document is None:
-            return None
-        return now - opening[1] if opening[0] == document.world_id else None
 
     def _act(self, action: rules.Action) -> Effects[None]:
         match action:
@@ -880,14 +608,13 @@ class Node:
                 first = document.phase is Phase.CONFIRMING and document.ranks.get(self.id) == 0
                 # Not once it has confirmed, and takes the lead only then: its TCPStore is open.
                 if first and self.record.world_id != document.world_id:
-                    yield from self._begin_to_open_master(document.world_id)
+                    yield from self._master.begin(document.world_id)
                 yield from self._write(document)
             case rules.Abdicate(document, fails):
                 if (yield from self._write(document)):
-                    self._abdicated = self._abdicated or fails
-                    if not (fails or self._expires):
-                        # No other node may be left to set the deadline.
-                        yield from Expire(self._rules.abandoned)
+                    self._lead.abdicated = self._lead.abdicated or fails
+                    if not fails:
+                        yield from self._lead.set_deadline()
             case rules.SetRecord(status, incarnation, round_, ring, hosts):
                 if not hosts:
                     yield from Tell(
@@ -895,46 +622,20 @@ class Node:
                         "this node, rank 0, opened no TCPStore within its lease: another node "
                         "becomes rank 0",
                     )
-                    self._opening = None
-                self.record = replace(
-                    self.record, status=status, incarnation=incarnation, round=round_, master=None,
+                    self._master.give_up()
+                self._heartbeat.change(
+                    rings=ring, status=status, incarnation=incarnation, round=round_, master=None,
                     hosts=self.record.hosts and hosts,
                 )  # fmt: skip
-                self._record_due, self._ring = True, ring
             case rules.Confirm(document, is_master, seconds):
                 yield from self._confirm(document, is_master, seconds)
             case rules.Start(document):
-                self._member, self._suspect = document, False
-                self._owe_links()
-                named = (it for it in self.record.accuses if it[0] in document.ranks)
-                self.record = replace(self.record, accuses=tuple(named))
-                self._contact.workers_start()
-                self._hear_others()
-                self._given[document.incarnation] = document.round
-                place = f"rank {document.ranks[self.id]} of {document.size}"
-                text = f"round {document.round}: {place}, MASTER {document.master}"
-                # Before the agent goes on: it may fork its workers, while no thread is to log.
-                yield from Tell("round", f"{text} ({document.reason})")
-                yield from self._end_join(JoinOutcome(document=document))
+                yield from self._start(document)
             case rules.Fail(failure):
                 missed = words.of_node(self.view())
                 yield from self._end_join(JoinOutcome(failure=failure, diagnosis=missed))
             case rules.Close(document, outcome, why):
-                # The same words as shutdown()'s, which finishes this if it is interrupted.
-                self.closing = True
-                try:
-                    yield from close_run(
-                        self.id,
-                        document,
-                        outcome,
-                        f"{why}; closed by {self.record.label}",
-                        self._rules.sweep_after,
-                        # Any leader, also a spare; not a node that has lost the lead since.
-                        may_close=lambda now: now.leader == self.id,
-                    )
-                finally:
-                    self.closing = False
-                self._seen.read_again(document=True)
+                yield from self._close(document, outcome, why)
             case rules.Doubt(nodes, begins, late, world):
                 self._seen.doubt(nodes)
                 if begins:
@@ -946,64 +647,69 @@ class Node:
             case rules.ListRecords():
                 self._seen.list_records()
             case rules.AskTombstone(incarnation):
-                asked = self._clock()
-                ended = yield from ReadTombstone(incarnation)
-                if ended is not None:
-                    # The keys that this node wrote since the sweep have no deadline. If the Drop
-                    # fails, the node asks again; once it knows of the end it does nothing more.
-                    yield from Drop((NODES_PREFIX + self.id,))
-                self._seen.hear_of_the_end(incarnation, ended, asked)
+                yield from self._ask_tombstone(incarnation)
             case rules.Wait(seconds, enough):
                 if self._seen.note_enough(enough):
                     return  # Decide again: the last call may take no time.
-                self._opening = None
+                self._master.give_up()
                 yield from self._wait(seconds)
 
-    def _looks_back_in(self, document: RoundDocument | None) -> bool:
-        return document is not None and document.incarnation == self._looks_back_for
+    def _start(self, document: RoundDocument) -> Effects[None]:
+        """Give the agent its round."""
+        self._join.succeed(document)
+        self._contact.workers_start()
+        self._neighbours.begin(document)
+        place = f"rank {document.ranks[self.id]} of {document.size}"
+        text = f"round {document.round}: {place}, MASTER {document.master}"
+        # Before the agent goes on: it may fork its workers, while no thread is to log.
+        yield from Tell("round", f"{text} ({document.reason})")
+        yield from self._end_join(JoinOutcome(document=document))
 
-    def _look_back(self, document: RoundDocument) -> Effects[None]:
-        """Read once whom earlier runs have excluded: this leader has nothing else to do.
-
-        No round waits for it: a node that should not be in a round is taken out later.
-        """
-        now = self._clock()
-        if not self._looks_back_in(document):
-            self._looks_back_for, self._carried = document.incarnation, None
-            self._looks_back_since = self._looks_back_at = now
-        if self._carried is not None or now < self._looks_back_at:
-            return
+    def _close(self, document: RoundDocument, outcome: Any, why: str) -> Effects[None]:
+        # The same words as shutdown()'s, which finishes this if it is interrupted.
+        self.closing = True
         try:
-            self._carried = yield from ReadExclusions()
-        except (RendezvousConnectionError, RendezvousStateError) as error:
-            self._looks_back_at = self._clock() + self._rules.interval
-            refused = isinstance(error, RendezvousStateError)
-            if refused or self._clock() - self._looks_back_since >= self._rules.lease:
-                self._carried = ()
-                yield from Tell(
-                    "exclusions",
-                    "this node cannot read which hosts are excluded, so the run goes on without "
-                    f"exclusions; exclude the hosts again with rdzv exclude: {error}",
-                )
+            yield from close_run(
+                self.id,
+                document,
+                outcome,
+                f"{why}; closed by {self.record.label}",
+                self._rules.sweep_after,
+                # Any leader, also a spare; not a node that has lost the lead since.
+                may_close=lambda now: now.leader == self.id,
+            )
+        finally:
+            self.closing = False
+        self._seen.read_again(document=True)
+
+    def _ask_tombstone(self, incarnation: str) -> Effects[None]:
+        asked = self._clock()
+        ended = yield from ReadTombstone(incarnation)
+        if ended is not None:
+            # The keys that this node wrote since the sweep have no deadline. If the Drop fails,
+            # the node asks again; once it knows of the end it does nothing more.
+            yield from Drop((NODES_PREFIX + self.id,))
+        self._seen.hear_of_the_end(incarnation, ended, asked)
 
     def _confirm(
         self, document: RoundDocument, is_master: bool, seconds: float | None
     ) -> Effects[None]:
         """Confirm the rank in this node's record; rank 0 opens MASTER_PORT first."""
-        master = None
+        master: str | float | None = None
         if is_master:
-            master = yield from self._open_master(document.world_id)
-            if master is None:
+            master = yield from self._master.open(document.world_id)
+            if isinstance(master, float):
+                yield from self._wait(master)
                 return
         found: Found | None = None
         if self._rules.network_check and document.size > 1:
             found = yield from self._check_network(document, seconds)
             if found is None:
                 return
-        self._opening = None
+        self._master.give_up()
         self._seen.confirm(document)
-        self.record = replace(
-            self.record,
+        self._heartbeat.change(
+            rings=True,
             status=Status.RUN,
             incarnation=document.incarnation,
             round=document.round,
@@ -1014,8 +720,7 @@ class Node:
             may_grow=False,
             found=found,
         )
-        self._record_due = self._ring = True
-        self._owe_links(_LINKS_SECONDS)
+        self._neighbours.owe_links(_LINKS_SECONDS)
 
     def _check_network(
         self, document: RoundDocument, seconds: float | None
@@ -1031,64 +736,33 @@ class Node:
             left = patience if awaits else min(patience, self._network.seconds_left)
             yield from self._park(left, leads)
         else:
-            until_beat = max(0.0, self._next_beat - self._clock())
+            until_beat = self._heartbeat.seconds_left
             yield from Park(*awaits, min(_LOOK_SECONDS, until_beat, patience))
             self._seen.read_again(document=True, leader=True)
         return None
 
-    def _begin_to_open_master(self, world_id: str) -> Effects[None]:
-        self._opening, self._opened, self._reopens = (world_id, self._clock()), None, False
-        yield from OpenMaster(world_id, 0.0)
-
-    def _open_master(self, world_id: str) -> Effects[str | None]:
-        """The address of this round's TCPStore; None: it is not open yet, decide again."""
-        now = self._clock()
-        if self._opening is None or self._opening[0] != world_id:
-            yield from self._begin_to_open_master(world_id)
-        assert self._opening is not None
-        since = self._opening[1]
-        is_due = self._reopens and not self._openings.seconds_left
-        if is_due or (self._opened is None and not self._reopens and now - since < _MASTER_SECONDS):
-            self._reopens = False
-            yield from OpenMaster(world_id, _MASTER_SECONDS)
-        if self._opened is not None and self._opened[0] == world_id:
-            _, opened = self._opened
-            if not isinstance(opened, Exception):
-                self._openings.succeed()
-                return opened
-            self._opened, self._reopens = None, True
-            if isinstance(opened, RendezvousStateError):
-                raise opened  # Trying again is of no use.
-            if self._openings.fail():
-                yield from Tell("master", f"{opened}; rank 0 tries again")
-        if self._opened is None:
-            left = since + self._rules.lease - now
-            if self._reopens:
-                left = min(left, self._openings.seconds_left)
-            yield from self._wait(max(0.0, left))
-        return None
-
     def _end_join(self, outcome: JoinOutcome) -> Effects[None]:
-        self._joining = False
+        self._join.waits = False
         if outcome.document is None:
             # The node is in no round and asks for none until its agent asks again.
-            closed = outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED)
             try:
-                if closed:
-                    self.record = replace(self.record, status=Status.LEFT, unfit="")
-                    yield from self._clear_away()
-                else:
-                    if outcome.failure is Failure.DRAINED:
-                        self.record = replace(self.record, unfit="")
-                    elif outcome.failure is Failure.CUT_OFF and self.document is not None:
-                        self._suspect = True
-                        why = self.document.faults.why_out(self.id)
-                        self.record = replace(self.record, unfit=why)
-                    yield from self._leave()
+                yield from self._stay_out(outcome)
             except (RendezvousConnectionError, RendezvousStateError):
                 # The others wait for this node's lease; its agent is told all the same.
                 self._seen.read_again(document=True, records=True)
         yield from FinishJoin(outcome)
+
+    def _stay_out(self, outcome: JoinOutcome) -> Effects[None]:
+        if outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED):
+            self._heartbeat.amend(status=Status.LEFT, unfit="")
+            yield from self._clear_away()
+            return
+        if outcome.failure is Failure.DRAINED:
+            self._heartbeat.amend(unfit="")
+        elif outcome.failure is Failure.CUT_OFF and self.document is not None:
+            self._join.suspect = True
+            self._heartbeat.amend(unfit=self.document.faults.why_out(self.id))
+        yield from self._leave()
 
     def _clear_away(self) -> Effects[None]:
         """Leave nothing in a closed run; free its id if the node that closed it could not."""
@@ -1100,8 +774,10 @@ class Node:
             yield from let_expire(document, self._seen.token, self._rules.sweep_after)
 
     def _write(self, document: RoundDocument) -> Effects[bool]:
-        seen = self._seen
-        waited = self._clock() - seen.round_since, seen.enough_for or 0.0
+        seen, join = self._seen, self._join
+        gathered = Durations(
+            gathering=self._clock() - seen.round_since, last_call=seen.enough_for or 0.0
+        )
         if document.run != self._rules.run:
             document = replace(document, run=self._rules.run)
         document = document.edited
@@ -1118,106 +794,55 @@ class Node:
             document = replace(document, since=int(self._wall()))
             stored = replace(stored, since=document.since)
         entry, written = yield from CompareAndSet(STATE_KEY, stored.encode(), seen.token)
-        before, member = self.document, self._member
+        before, given = self.document, join.given
         if not written:
             yield from seen.adopt(entry)
             return False
         yield from seen.adopt(entry, document, shards_of(stored))
-        self._shards = {key: value for values in shards.values() for key, value in values.items()}
-        self._shards_due = 2 * self._rules.interval
-        if before and member and before.is_whole and before.world_id == member.world_id:
+        if before and given and before.is_whole and before.world_id == given.world_id:
             # An heir of the leader knew its own rank alone when it confirmed that.
-            self._member = replace(member, participants=before.participants, roster=None)
-        if document.phase is Phase.CONFIRMING:
-            self._gathered = Durations(gathering=waited[0], last_call=waited[1])
-        if document.excluded:
-            self._carried = ()  # They stand in the document now.
+            join.given = replace(given, participants=before.participants, roster=None)
         if document.incarnation == self._fresh:
             self._fresh = self._new_incarnation()  # In case this node founds another run.
             yield from Register(record_of(document, {self.id: self.record}))
-        if before is None or before.leader != self.id:
-            # A store that forgot has forgotten the deadline too. Renew it soon, but not while the
-            # others wait for this round.
-            self._expires, self._expiry_due = False, self._clock() + self._rules.interval
-        elif document.phase is Phase.RUNNING and not self._expires:
-            self._expiry_due = self._clock()
+        self._lead.note_written(before, document, join.given, gathered, shards)
         asks = before is not None and before.accused != document.accused
         passes_on = before is not None and before.leader not in (document.leader, None)
         if passes_on or (asks and document.leader != self.id):
             # The former leader, or the accused, waits for the bell, not for the document.
             yield from Ring(self.id)
-        if document.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING:
-            took, gathered = self._clock() - seen.round_since, self._gathered
-            seconds = replace(gathered, confirming=max(0.0, took - gathered.gathering))
-            self._untidy = document, self._member, seconds
         return True
 
     def _wait(self, seconds: float | None) -> Effects[None]:
         """Wait for a change, a beat's time or ``seconds``; but first do what nobody waits for."""
-        if self.ordered or (self._opening and self._opened):
+        if self.ordered or self._master.is_reported:
             return  # The driver may have ended its waits for this before this wait began.
-        if self._accusation() not in (None, self._answers):
-            return  # Answer at once.
-        if self._untidy is not None:
-            (released, before, took), self._untidy = self._untidy, None
-            # The round is released, to this node's agent too.
-            records = self._seen.records or {}
-            outdated = self._seen.take_outdated()
-            gone = found_gone(released, records)
-
-            def is_silent(node: str) -> bool:
-                return node in gone or self._seen.is_silent(node)
-
-            yield from tidy_up(released, before, took, records, is_silent, outdated)
+        neighbours = self._neighbours
+        if neighbours.is_asked or (yield from self._lead.tidy_up()):
             return
-        until_links = self._links_due - self._clock()
-        if until_links <= 0 or self._links_for() not in (None, self._linked_for):
-            yield from self._hold_links()
+        until_links = neighbours.seconds_left
+        if until_links <= 0:
+            yield from neighbours.hold_links()
             return
         document = self.document
         leads = document is not None and document.leader == self.id and not document.closed
-        if leads and self._clock() >= self._expiry_due:
-            # If nobody leads this run any more, its keys end by themselves.
-            yield from Expire(self._rules.abandoned)
-            self._expires = True
-            self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
-            return
-        waits = document is not None and document.phase in (Phase.FORMING, Phase.CONFIRMING)
-        age = self._clock() - self._seen.document_since
-        if leads and waits and self._shards and age >= self._shards_due:
-            # A fail-over may have lost them and kept the document.
-            self._shards_due *= 2
-            yield from PutShards(self._shards)
+        if leads and (yield from self._lead.renew()):
             return
         yield from self._park(until_links if seconds is None else min(seconds, until_links), leads)
 
     def _park(self, seconds: float | None, leads: bool) -> Effects[None]:
         """Wait for the bell as the leader, else for the document."""
         seen = self._seen
-        until_beat = max(0.0, self._next_beat - self._clock())
+        until_beat = self._heartbeat.seconds_left
         if seen.closed or not self._beats:
             until_beat = self._rules.interval  # There is no beat to be late for.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
         if seen.misses_its_rank and self._clock() - seen.document_since < self._rules.interval:
             timeout = min(timeout, _MISSING_SHARD_PAUSE)
-        if self._joining:
-            timeout = min(timeout, max(0.0, self._join_deadline - self._clock()))
+        if self._join.waits:
+            timeout = min(timeout, self._join.seconds_left)
         if leads:
-            document = seen.document
-            assert document is not None
-            call, told = self._last_call(), self.record.last_call
-            calls = call is not None and (told is None or told[0] != call[0])
-            forms = document.phase is Phase.FORMING
-            if calls or (forms and not self._looks_back_in(document)):
-                timeout = min(timeout, _QUIET_SECONDS)
-            bell = yield from Park(BELL_KEY, self._bell, timeout)
-            if bell is not None:
-                self._bell = bell.version
-            elif document.phase is not Phase.CONFIRMING:
-                yield from self._look_back(document)
-                # People are told of a last call once nobody rings any more; nobody waits for that.
-                self._record_due = self._record_due or calls
-            seen.read_again(records=True)
+            yield from self._lead.await_bell(timeout)
             return
         entry = yield from Park(STATE_KEY, seen.token, timeout)
         if entry is not None:
@@ -1233,12 +858,12 @@ class Node:
         self._seen.read_again(document=True, leader=True, records=True)
         sealed = isinstance(error, SealedRunError)
         damaged = isinstance(error, CorruptDocumentError) and not sealed
-        if damaged and self._clock() >= self._joined_at + self._rules.lease + self._rules.interval:
+        if damaged and self._has_asked_for_a_lease:
             # The nodes of the run, if any lived, would have written the document again.
             self._seen.mend()
-        elif self._joining and not self._withdraw_ordered and self._is_hopeless(error):
-            self._joining = False
-            self.record = replace(self.record, status=Status.LEFT)
+        elif self._join.waits and not self._orders.withdraw and self._is_hopeless(error):
+            self._join.waits = False
+            self._heartbeat.amend(status=Status.LEFT)
             yield from FinishJoin(JoinOutcome(error=error))
         if self.is_cut_off:
             self._cut_off = self._contact.why
@@ -1260,21 +885,16 @@ class Node:
         pause *= 0.5 + 0.5 * self._chance.random()
         yield from Rest(pause)
 
+    @property
+    def _has_asked_for_a_lease(self) -> bool:
+        """Whether nodes of the run, if any lived, would have shown it since this node asked."""
+        return self._clock() >= self._join.asked_at + self._rules.lease + self._rules.interval
+
     def _is_hopeless(self, error: Exception) -> bool:
         if isinstance(error, SealedRunError | ForeignValueError):
             # Its nodes may live; if none of another secret's lives, this node begins a run in its
             # place.
-            return self._clock() >= self._joined_at + self._rules.lease + self._rules.interval
+            return self._has_asked_for_a_lease
         if isinstance(error, CorruptDocumentError):
-            return self._clock() >= self._join_deadline
-        return isinstance(error, RendezvousStateError) or self._clock() >= self._join_deadline
-
-
-def _as_far_as(nodes: Iterable[str], accused: Container[str]) -> list[str]:
-    """These nodes up to the first that is not accused, which is among them."""
-    found = []
-    for node in nodes:
-        found.append(node)
-        if node not in accused:
-            break
-    return found
+            return self._clock() >= self._join.deadline
+        return isinstance(error, RendezvousStateError) or self._clock() >= self._join.deadline

@@ -10,7 +10,6 @@ import pytest
 
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.testing.proxy import Proxy
-from tests import replace
 from tests.handlers.site import Site
 from tests.handlers.site import site as make_site
 
@@ -35,7 +34,7 @@ def test_a_sidecar_that_restarts_has_nobody_lost(site: Site) -> None:
         for client in (cut, None, None)
     )
     with Proxy(("127.0.0.1", behind._node.record.link)) as sidecar:
-        behind._node.record = replace(behind._node.record, link=sidecar.address[1])
+        behind._node._heartbeat.amend(link=sidecar.address[1])
         site.join(behind, *others)
         assert site.document is not None
         number = site.document.round

@@ -269,7 +269,7 @@ class Play:
             (clock, "now", scheduler.time.monotonic),
             (retry, "random", drawn),
         ]
-        for module in (driver, exhaustion, handler, memory, retry, signals, c10d_store):
+        for module in (clock, driver, exhaustion, handler, memory, retry, signals, c10d_store):
             threading = scheduler.threading
             if module in (driver, handler):
                 threading.Thread = self.thread

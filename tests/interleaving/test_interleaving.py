@@ -12,8 +12,7 @@ import pytest
 from rdzv_plugins.kv import Attempts
 from rdzv_plugins.process.driver import Driver
 from rdzv_plugins.process.handler import StoreRendezvousHandler
-from rdzv_plugins.protocol import effects
-from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.master import Master
 from tests import Measure
 from tests.interleaving.plays import play
 from tests.interleaving.scheduler import StuckError
@@ -65,27 +64,21 @@ def end_whenever_asked(self: Any, last_word: Any, failed: str) -> bool:
 
 def open_in_a_loop(self: Any, world_id: str) -> Any:
     """As it was: nothing is asked, and nobody waits, between two attempts."""
-    self._openings = Attempts(self._clock)
-    opened: Any = OPEN(self, world_id)
-    answer: Any = None
     while True:
-        try:
-            request = opened.send(answer)
-        except StopIteration as end:
-            return end.value
-        if self._reopens and isinstance(request, effects.Park):
-            return None
-        answer = yield request
+        self._attempts = Attempts(self._clock)
+        found = yield from OPEN(self, world_id)
+        if not (isinstance(found, float) and self._reopens):
+            return found
 
 
 END = StoreRendezvousHandler._end
-OPEN = Node._open_master
+OPEN = Master.open
 MUTANTS: dict[str, tuple[type, str, Any]] = {
     "the farewell is never said": (StoreRendezvousHandler, "_end", end_without_a_last_word),
     "it is said by all who end the node": (StoreRendezvousHandler, "_end", end_whenever_asked),
     "a stop tells no waiting agent": (Driver, "stop", stop_without_an_outcome),
     "the first round's outcome is lost": (Driver, "_deliver", deliver_nothing),
-    "what cannot be opened is tried again and again": (Node, "_open_master", open_in_a_loop),
+    "what cannot be opened is tried again and again": (Master, "open", open_in_a_loop),
 }
 
 

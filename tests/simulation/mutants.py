@@ -62,6 +62,8 @@ from rdzv_plugins.protocol.effects import (
     PutTombstone,
 )
 from rdzv_plugins.protocol.failure_detector import FailureDetector, Watched
+from rdzv_plugins.protocol.master import Master
+from rdzv_plugins.protocol.neighbours import Neighbours
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.parting import Service
@@ -1308,20 +1310,13 @@ def forgets_the_last_master(patch: Patch) -> None:
     seed=16,
 )
 def opens_in_a_loop(patch: Patch) -> None:
-    def open_master(original: Any, node: Node, world_id: str) -> Effects[Any]:
-        opening = original(node, world_id)
-        answer: Any = None
-        while True:
-            try:
-                effect = opening.send(answer)
-            except StopIteration as end:
-                return end.value
-            if isinstance(effect, Park) and not effect.seconds:
-                return None
-            answer = yield effect
+    def open_master(original: Any, master: Master, world_id: str) -> Effects[Any]:
+        while (found := (yield from original(master, world_id))) == 0.0:
+            pass
+        return found
 
     patch(Attempts, "seconds_left", lambda *_: 0.0)
-    patch(Node, "_open_master", open_master)
+    patch(Master, "open", open_master)
 
 
 @_mutant(
@@ -2209,7 +2204,7 @@ def asks_nobody(patch: Patch) -> None:
 
 @_mutant("an accused node that lives answers at once", focus=_LINKED)
 def does_not_answer(patch: Patch) -> None:
-    patch(Node, "_accusation", lambda *_: None)
+    patch(Neighbours, "_accusation", lambda *_: None)
 
 
 @_mutant("a heartbeat that comes after the accusation is an answer", focus=_LINKED)
@@ -2241,11 +2236,11 @@ def keeps_what_it_found(patch: Patch) -> None:
 
 @_mutant("who has confirmed its rank has links soon, though the round does not run", 525, _DIES)
 def links_once_it_runs(patch: Patch) -> None:
-    def owe(original: Any, node: Node, seconds: float = 0.0) -> None:
+    def owe(original: Any, neighbours: Neighbours, seconds: float = 0.0) -> None:
         if not seconds:
-            original(node)
+            original(neighbours)
 
-    patch(Node, "_owe_links", owe)
+    patch(Neighbours, "owe_links", owe)
 
 
 @_mutant("who was lost by an accusation does not count again in the next round", 30, _DIES)

@@ -51,7 +51,7 @@ def arrives_unfit(crowd: Crowd, name: str, rules: Rules) -> Member:
     """A newcomer whose check fails before its first join."""
     member = Member(name, crowd.server, crowd.time, rules, seed=99)
     # Its life as it is before the first request, without the order to join.
-    member.node._join_ordered = False
+    member.node._orders.join = False
     turn_unfit(member)
     member.life = member.node.run()
     member.request = next(member.life)
@@ -341,7 +341,7 @@ class TestOneNode:
 
     def test_it_beats_once_an_interval_and_asks_nothing_else(self) -> None:
         life = Life("a", MemoryServer(), Time(), RULES)
-        life.node._join_ordered = False
+        life.node._orders.join = False
         life.node.report_unfit(ECC)
         life.life = life.node.run()
         life.request = next(life.life)

@@ -1,0 +1,128 @@
+"""A node's record: what changes it, and when it is written. Each writing is a heartbeat."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from rdzv_plugins.kv import RendezvousConnectionError
+from rdzv_plugins.protocol.documents import NodeRecord
+from rdzv_plugins.protocol.effects import Effects, PutRecord
+from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.rules import Rules
+
+__all__ = ["Heartbeat"]
+
+# The record says how long the store took, in milliseconds, from this time on.
+_SLOW = 50
+# An accused node beats so often within the time that it has, and for so many times as long.
+_ANSWERS, _ANSWERS_FOR = 3, 4
+
+
+class Heartbeat:
+    """When a node's record is written, and with what.
+
+    Args:
+        node_id, record, rules, clock, chance, wall: as of `Node`.
+        seen: what the node has read.
+
+    Attributes:
+        record: what this node says of itself, as of its next heartbeat.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        record: NodeRecord,
+        rules: Rules,
+        clock: Callable[[], float],
+        chance: random.Random,
+        wall: Callable[[], float],
+        seen: Observer,
+    ) -> None:
+        self.record = record
+        self._id = node_id
+        self._rules = rules
+        self._clock = clock
+        self._chance = chance
+        self._wall = wall
+        self._seen = seen
+        # The record is to be written before the next decision, and the leader's bell rung with it.
+        self._is_due = self._rings = False
+        # The first heartbeat comes with the order to join.
+        self._next = clock() + rules.interval
+        # How long the store took for the last two.
+        self._took = (0.0, 0.0)
+        # The node is accused, and beats more often until this time.
+        self._answers_until = -math.inf
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the next heartbeat is due."""
+        return max(0.0, self._next - self._clock())
+
+    def require(self, *, rings: bool = False) -> None:
+        """Have the record written before the next decision.
+
+        Args:
+            rings: with the same request, ring the leader's bell.
+        """
+        self._is_due, self._rings = True, self._rings or rings
+
+    def amend(self, **fields: Any) -> None:
+        """Change the record; the next heartbeat says so."""
+        self.record = replace(self.record, **fields)
+
+    def change(self, *, rings: bool = False, **fields: Any) -> None:
+        """Change the record, and have it written before the next decision."""
+        self.amend(**fields)
+        self.require(rings=rings)
+
+    def answer(self) -> None:
+        """Beat at once, and again: the node is accused, and a store may forget one heartbeat."""
+        self._answers_until = self._clock() + _ANSWERS_FOR * (self._rules.answer or 0.0)
+        self.require(rings=True)
+
+    def keep_alive(self, last_call: tuple[int, int] | None) -> Effects[None]:
+        """Beat once an interval, and look at the others; write a changed record at once.
+
+        Args:
+            last_call: as `documents.NodeRecord.last_call`.
+        """
+        interval_over = self._clock() >= self._next
+        if interval_over and not self._is_due:
+            self.amend(may_grow=False)  # The moment is over.
+        if self._is_due or interval_over:
+            due = min(self._clock(), self._next)
+            yield from self._write(last_call)
+            self._seen.beat_was_late(self._clock() - due)
+            # Never sooner than an interval. The random part keeps thousands of nodes out of step.
+            pause = self._rules.interval * (1 + 0.1 * self._chance.random())
+            if self._clock() < self._answers_until:
+                pause = min(pause, (self._rules.answer or 0.0) / _ANSWERS)
+            self._next = self._clock() + pause
+        if interval_over:
+            self._seen.read_again(leader=True, records=True)
+
+    def _write(self, last_call: tuple[int, int] | None) -> Effects[None]:
+        slow = int(1000 * max(*self._took, self._seen.overslept))
+        self.amend(
+            beat=self.record.beat + 1,
+            looks=self._seen.looks,
+            slow=slow if slow >= _SLOW else 0,
+            # For people alone.
+            at=int(self._wall()),
+            last_call=last_call,
+        )
+        rings, self._is_due, self._rings = self._rings, False, False
+        asked = self._clock()
+        try:
+            yield from PutRecord(self._id, self.record, rings)
+        except RendezvousConnectionError:
+            self.require(rings=rings)
+            raise
+        self._took = self._took[1], self._clock() - asked

@@ -1,0 +1,205 @@
+"""What the leader of a run does beside its decisions, when nobody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from msgspec.structs import replace
+
+from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError, Version
+from rdzv_plugins.protocol.accusations import found_gone
+from rdzv_plugins.protocol.cleanup import tidy_up
+from rdzv_plugins.protocol.documents import BELL_KEY, Exclusion, Phase, RoundDocument
+from rdzv_plugins.protocol.effects import Effects, Expire, Park, PutShards, ReadExclusions, Tell
+from rdzv_plugins.protocol.heartbeat import Heartbeat
+from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.policies.growth import last_call
+from rdzv_plugins.protocol.round_record import Durations
+from rdzv_plugins.protocol.rules import Rules
+
+__all__ = ["Lead"]
+
+# A leader for whom nobody has rung the bell for so long has time for what nobody waits for: to read
+# the exclusions, and to write when the last call ends.
+_QUIET_SECONDS = 0.05
+# A shorter last call is over before people can read of it.
+_SHORTEST_CALL = 1.0
+# A leader renews the run's deadline so many times before it would pass.
+_RENEWALS = 4
+
+
+class Lead:
+    """The leader's memory; it stands still in a node that does not lead.
+
+    Args:
+        node_id, rules, clock, wall: as of `Node`.
+        seen, heartbeat: of the same node.
+
+    Attributes:
+        abdicated: this node gave up a lead since its listings failed.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        rules: Rules,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        seen: Observer,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self.abdicated = False
+        self._id = node_id
+        self._rules = rules
+        self._clock = clock
+        self._wall = wall
+        self._seen = seen
+        self._heartbeat = heartbeat
+        # The bell as last heard.
+        self._bell: Version | None = None
+        # The round to tidy up after, the round before it, and the seconds that it took to form.
+        self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
+        # The seconds until the participants of the round were named.
+        self._gathered = Durations()
+        # The shards of the document, and the age of that at which they are written again.
+        self._shards: Mapping[str, bytes] = {}
+        self._shards_due = 0.0
+        # When the deadline of the run's keys is renewed, and whether this leader has done so.
+        self._expiry_due = clock()
+        self._expires = False
+        # The incarnation for which it reads the exclusions that outlive runs, since when it tries,
+        # when it tries again, and what it has read.
+        self._looks_back_for, self._looks_back_since, self._looks_back_at = "", 0.0, 0.0
+        self._carried: tuple[Exclusion, ...] | None = None
+
+    def carried(self, document: RoundDocument | None) -> tuple[Exclusion, ...] | None:
+        """As `rules.View.carried`."""
+        return self._carried if self._looks_back_in(document) else None
+
+    def last_call(self) -> tuple[int, int] | None:
+        """As `documents.NodeRecord.last_call`."""
+        document, enough_for = self._seen.document, self._seen.enough_for
+        if document is None or document.phase is not Phase.FORMING or enough_for is None:
+            return None
+        left = last_call(self._rules, document) - enough_for
+        if document.leader != self._id or left < _SHORTEST_CALL:
+            return None
+        return document.round, int(self._wall() + left)
+
+    def note_written(
+        self,
+        before: RoundDocument | None,
+        document: RoundDocument,
+        given: RoundDocument | None,
+        gathered: Durations,
+        shards: Mapping[str, Mapping[str, bytes]],
+    ) -> None:
+        """Note a document that this node has written.
+
+        Args:
+            before: the document that it replaced.
+            given: the round that this node's agent was given last.
+            gathered: how long the round has been forming.
+            shards: those of the document, by digest and key.
+        """
+        self._shards = {key: value for values in shards.values() for key, value in values.items()}
+        self._shards_due = 2 * self._rules.interval
+        if document.phase is Phase.CONFIRMING:
+            self._gathered = gathered
+        if document.excluded:
+            self._carried = ()  # They stand in the document now.
+        if before is None or before.leader != self._id:
+            # A store that forgot has forgotten the deadline too. Renew it soon, but not while the
+            # others wait for this round.
+            self._expires, self._expiry_due = False, self._clock() + self._rules.interval
+        elif document.phase is Phase.RUNNING and not self._expires:
+            self._expiry_due = self._clock()
+        if document.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING:
+            took = self._clock() - self._seen.round_since
+            confirming = max(0.0, took - self._gathered.gathering)
+            self._untidy = document, given, replace(self._gathered, confirming=confirming)
+
+    def set_deadline(self) -> Effects[None]:
+        """Give the run's keys an end once this node leads no more: no other node may be left."""
+        if not self._expires:
+            yield from Expire(self._rules.abandoned)
+
+    def tidy_up(self) -> Effects[bool]:
+        """Tidy up after a round that was released, to this node's agent too; whether it did."""
+        if self._untidy is None:
+            return False
+        (released, before, took), self._untidy = self._untidy, None
+        records = self._seen.records or {}
+        outdated = self._seen.take_outdated()
+        gone = found_gone(released, records)
+
+        def is_silent(node: str) -> bool:
+            return node in gone or self._seen.is_silent(node)
+
+        yield from tidy_up(released, before, took, records, is_silent, outdated)
+        return True
+
+    def renew(self) -> Effects[bool]:
+        """Renew what the store may lose or let expire; whether anything was due."""
+        document = self._seen.document
+        assert document is not None
+        if self._clock() >= self._expiry_due:
+            # If nobody leads this run any more, its keys end by themselves.
+            yield from Expire(self._rules.abandoned)
+            self._expires = True
+            self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
+            return True
+        waits = document.phase in (Phase.FORMING, Phase.CONFIRMING)
+        age = self._clock() - self._seen.document_since
+        if waits and self._shards and age >= self._shards_due:
+            # A fail-over may have lost them and kept the document.
+            self._shards_due *= 2
+            yield from PutShards(self._shards)
+            return True
+        return False
+
+    def await_bell(self, seconds: float) -> Effects[None]:
+        """Wait until a node rings the bell, then look at all records."""
+        document = self._seen.document
+        assert document is not None
+        call, told = self.last_call(), self._heartbeat.record.last_call
+        calls = call is not None and (told is None or told[0] != call[0])
+        forms = document.phase is Phase.FORMING
+        if calls or (forms and not self._looks_back_in(document)):
+            seconds = min(seconds, _QUIET_SECONDS)
+        bell = yield from Park(BELL_KEY, self._bell, seconds)
+        if bell is not None:
+            self._bell = bell.version
+        elif document.phase is not Phase.CONFIRMING:
+            yield from self._look_back(document)
+            # People are told of a last call once nobody rings any more; nobody waits for that.
+            if calls:
+                self._heartbeat.require()
+        self._seen.read_again(records=True)
+
+    def _looks_back_in(self, document: RoundDocument | None) -> bool:
+        return document is not None and document.incarnation == self._looks_back_for
+
+    def _look_back(self, document: RoundDocument) -> Effects[None]:
+        """Read once whom earlier runs have excluded.
+
+        No round waits for it: a node that should not be in a round is taken out later.
+        """
+        now = self._clock()
+        if not self._looks_back_in(document):
+            self._looks_back_for, self._carried = document.incarnation, None
+            self._looks_back_since = self._looks_back_at = now
+        if self._carried is not None or now < self._looks_back_at:
+            return
+        try:
+            self._carried = yield from ReadExclusions()
+        except (RendezvousConnectionError, RendezvousStateError) as error:
+            self._looks_back_at = self._clock() + self._rules.interval
+            refused = isinstance(error, RendezvousStateError)
+            if refused or self._clock() - self._looks_back_since >= self._rules.lease:
+                self._carried = ()
+                yield from Tell(
+                    "exclusions",
+                    "this node cannot read which hosts are excluded, so the run goes on without "
+                    f"exclusions; exclude the hosts again with rdzv exclude: {error}",
+                )

@@ -1,0 +1,240 @@
+"""A node's neighbours in rank order: links to them, and what the links tell.
+
+A link ends with the process at its other end. The node says in its record who is gone then, and the
+leader asks that node (`accusations`). Over links each node also says how it stands with the store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Container, Iterable
+
+from rdzv_plugins.protocol.contact import Contact, Standing
+from rdzv_plugins.protocol.documents import Accusation, Phase, RoundDocument
+from rdzv_plugins.protocol.effects import Effects, HoldLinks
+from rdzv_plugins.protocol.heartbeat import Heartbeat
+from rdzv_plugins.protocol.join import Join
+from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.rules import Rules
+
+__all__ = ["Neighbours"]
+
+# As many accusations stand in a document; a node makes no more.
+_MOST_ACCUSED = 64
+
+
+class Neighbours:
+    """The links of a node, and its accusations.
+
+    Args:
+        node_id, rules, clock: as of `Node`.
+        seen, heartbeat, join, contact: of the same node.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        rules: Rules,
+        clock: Callable[[], float],
+        seen: Observer,
+        heartbeat: Heartbeat,
+        join: Join,
+        contact: Contact,
+    ) -> None:
+        self._id = node_id
+        self._rules = rules
+        self._clock = clock
+        self._seen = seen
+        self._heartbeat = heartbeat
+        self._join = join
+        self._contact = contact
+        # What links have told, and has not been taken up: of which node, and whether it is gone.
+        self._evidence: deque[tuple[str, bool]] = deque()
+        # When links are due; and where the nodes listen to which they are, None: nowhere.
+        self._due_at = math.inf
+        self._endpoints: dict[str, str | None] = {}
+        # The round for which the links are, and its leader if that is one of the nodes.
+        self._linked_for: tuple[str, str | None] = "", None
+        # This node is the first one of a shard, of several.
+        self._leads_shard = False
+        # What this node said over its links last; what others say, and whether that is news.
+        self._said = Standing.ACCEPTED
+        self._others: frozenset[Standing] = frozenset()
+        self._others_reported = False
+        # The accusation that this node answers, and of which incarnation it is.
+        self._answers: tuple[str, Accusation] | None = None
+
+    # In any thread.
+
+    def report(self, node: str, is_gone: bool) -> None:
+        """As `Node.report_gone` and `Node.report_back`."""
+        self._evidence.append((node, is_gone))
+
+    def report_others(self, others: frozenset[Standing]) -> None:
+        """As `Node.report_others`."""
+        self._others, self._others_reported = others, True
+        self._hear_others()  # At once: a request may take as long as this node has.
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether anything was reported that the node has not taken up yet."""
+        return bool(self._evidence) or self._others_reported
+
+    # In the thread that drives the node.
+
+    def say(self, standing: Standing) -> HoldLinks | None:
+        """What to say over links of how this node stands; None: it was said."""
+        if not self._heartbeat.record.link or standing is self._said:
+            return None
+        self._said = standing
+        return self._links
+
+    @property
+    def linked_to(self) -> str:
+        """The world_id of the round for which the links are; "": there are none."""
+        return self._linked_for[0]
+
+    def take_up_others(self) -> None:
+        """Beat at once where others are cut off: whether the store refuses this node too counts."""
+        if self._others_reported:
+            self._others_reported = False
+            if Standing.CUT_OFF in self._others and not self._contact.fails:
+                self._heartbeat.require()
+
+    def take_up_evidence(self) -> Effects[None]:
+        """Accusations: say in this node's record who is gone, or is not."""
+        while self._evidence:
+            node, is_gone = self._evidence[0]
+            accuses = dict(self._heartbeat.record.accuses)
+            accuses.pop(node, None)
+            if is_gone:
+                # Its last word first: it may have left, or be of a version that answers nobody.
+                _, record = yield from self._seen.read_record(node)
+                if record is not None and record.link and not record.is_over:
+                    accuses[node] = record.beat
+            self._evidence.popleft()
+            accused = tuple(accuses.items())[:_MOST_ACCUSED]
+            if accused == self._heartbeat.record.accuses:
+                continue
+            self._heartbeat.change(rings=True, accuses=accused)
+            self.owe_links()
+            document = self._seen.document
+            if document is not None and document.leader == node:
+                self._seen.read_again(document=True, leader=True)
+
+    def answer(self) -> None:
+        """Beat at once if the document asks this node whether it lives."""
+        accusation = self._accusation()
+        if accusation is not None and accusation != self._answers:
+            self._answers = accusation
+            self._heartbeat.answer()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether an accusation waits for this node's answer."""
+        return self._accusation() not in (None, self._answers)
+
+    def _accusation(self) -> tuple[str, Accusation] | None:
+        """The accusation against this node in the document, with the incarnation."""
+        document = self._seen.document
+        if document is None or not document.accused or self._rules.answer is None:
+            return None
+        against = (it for it in document.accused if it.node == self._id and not it.lost)
+        accusation = next(against, None)
+        return (document.incarnation, accusation) if accusation is not None else None
+
+    def begin(self, document: RoundDocument) -> None:
+        """The agent is given this round: accusations of nodes outside of it are over."""
+        accuses = self._heartbeat.record.accuses
+        named = tuple(it for it in accuses if it[0] in document.ranks)
+        self._heartbeat.amend(accuses=named)
+        self.owe_links()
+        self._hear_others()
+
+    def owe_links(self, seconds: float = 0.0) -> None:
+        """Have the links made anew after so many seconds."""
+        if self._rules.answer is not None:
+            self._due_at = self._clock() + seconds
+
+    @property
+    def seconds_left(self) -> float:
+        """Until links are due; infinite: they are not."""
+        if self._links_for() not in (None, self._linked_for):
+            return 0.0
+        return max(0.0, self._due_at - self._clock())
+
+    def _links_for(self) -> tuple[str, str | None] | None:
+        """The round for which links are due, and its leader if one is to be to it; None: unknown.
+
+        The leader joins those that are no neighbours of one another. A node outside of the round
+        shows it that others can go on; the first nodes of shards tell each other of it.
+        """
+        document, confirmed = self._seen.document, self._seen.confirmed
+        if self._rules.answer is None or document is None or document.phase is not Phase.RUNNING:
+            return None
+        leader = document.leader if document.leader != self._id else None
+        if self._join.waits and self._id not in document.ranks:
+            silence = self._seen.liveness.confirmed_silence(leader) if leader else 0.0
+            return document.world_id, leader if silence >= self._rules.lease / 2 else None
+        if confirmed is None or confirmed.world_id != document.world_id:
+            return None
+        return document.world_id, leader if self._leads_shard else None
+
+    def hold_links(self) -> Effects[None]:
+        """Have links to both neighbours in the round, and go on to others past those that are gone.
+
+        Nobody waits for this: the round runs, or is held up.
+        """
+        confirmed, accused = self._seen.confirmed, dict(self._heartbeat.record.accuses)
+        links_for, held = self._links_for(), self._links
+        ring: tuple[str, ...] = ()
+        if confirmed is not None:
+            if links_for is None or links_for[0] == confirmed.world_id:
+                ring = self._seen.ring(confirmed)
+            self._leads_shard = ring[:1] == (self._id,) and len(ring) < confirmed.size
+            links_for = self._links_for() or (confirmed.world_id, None)
+        here = ring.index(self._id) if self._id in ring else len(ring)
+        others = (*ring[here + 1 :], *ring[:here])
+        linked = [*_as_far_as(others, accused), *_as_far_as(others[::-1], accused)]
+        if links_for is not None and links_for[1] is not None:
+            linked.append(links_for[1])
+        endpoints = dict[str, str | None]()
+        for node in dict.fromkeys(linked):
+            endpoints[node] = yield from self._endpoint(node)
+        self._endpoints = endpoints
+        self._due_at, self._linked_for = math.inf, links_for or self._linked_for
+        self._hear_others()
+        if self._links != held:
+            yield from self._links
+
+    def _endpoint(self, node: str) -> Effects[str | None]:
+        """Where this node listens; None: nowhere."""
+        if node in self._endpoints:
+            return self._endpoints[node]
+        record = (self._seen.records or {}).get(node)
+        if record is None:
+            _, record = yield from self._seen.read_record(node)
+        return f"{record.address}:{record.link}" if record is not None and record.link else None
+
+    def _hear_others(self) -> None:
+        """Where a link is missing that counts for the round of its agent, others may go on."""
+        given = self._join.given
+        linked = given is not None and given.world_id == self.linked_to
+        stand = linked and self._due_at == math.inf and None not in self._endpoints.values()
+        self._contact.hear(self._others if stand else (*self._others, Standing.ACCEPTED))
+
+    @property
+    def _links(self) -> HoldLinks:
+        known = tuple((node, it) for node, it in self._endpoints.items() if it is not None)
+        return HoldLinks(known, self._said)
+
+
+def _as_far_as(nodes: Iterable[str], accused: Container[str]) -> list[str]:
+    """These nodes up to the first that is not accused, which is among them."""
+    found = []
+    for node in nodes:
+        found.append(node)
+        if node not in accused:
+            break
+    return found
