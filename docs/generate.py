@@ -1,4 +1,4 @@
-"""Generate docs/options.md and docs/stores.md from the docstrings that define them.
+"""Generate docs/options.md from the options, and docs/stores.md from the stores' docstrings.
 
 python -m docs.generate          # write
 python -m docs.generate --check  # exit status 1 if what is there is out of date
@@ -6,10 +6,12 @@ python -m docs.generate --check  # exit status 1 if what is there is out of date
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
 import sys
+from dataclasses import fields
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 from rdzv_plugins.settings.options import ServerOptions, Settings, StoreOptions
@@ -17,32 +19,29 @@ from rdzv_plugins.settings.parsing import COUNTERPARTS, WITHOUT_EFFECT
 from rdzv_plugins.stores import STORES, client_class
 
 HERE = Path(__file__).parent
-GENERATED = "<!-- Generated from the docstrings by `make docs`; edit those. -->\n\n"
+GENERATED = "<!-- Generated from the code by `make docs`; edit that. -->\n\n"
 
 
 def option_rows(cls: type) -> list[tuple[str, str, str]]:
-    """(option, default, meaning) of each row of the table in a dataclass's docstring."""
-    rows: list[tuple[str, str, str]] = []
-    text = inspect.getdoc(cls) or ""
-    rules = [line for line in text.splitlines() if re.fullmatch(r"=+ +=+ +=+", line.strip())]
-    if not rules:
-        return rows
-    starts = [match.start() for match in re.finditer(r"=+", rules[0])]
-    body = text.split(rules[0])[2]
-    for line in body.splitlines():
-        if not line.strip():
-            continue
-        name, default, meaning = (
-            line[starts[0] : starts[1]].strip(),
-            line[starts[1] : starts[2]].strip(),
-            line[starts[2] :].strip(),
-        )
-        if name:
-            rows.append((name, default, meaning))
-        else:
-            last = rows[-1]
-            rows[-1] = (last[0], last[1], f"{last[2]} {meaning}")
-    return rows
+    """(option, default, meaning) of each option of a dataclass's own; the string below says it."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    meanings = {
+        ast.unparse(option.target): " ".join(text.value.value.split())
+        for option, text in pairwise(definition.body)
+        if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr)
+        if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+    own = [it for it in fields(cls) if it.name in inspect.get_annotations(cls)]
+    return [(it.name, shown(it.default), meanings[it.name]) for it in own]
+
+
+def shown(default: object) -> str:
+    if default is None:
+        return "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def markdown_table(cls: type) -> str:

@@ -1,7 +1,7 @@
 """The options as dataclasses: what each means, its default and its bounds.
 
-Each option is a field of a dataclass here or in a backend's module, and a row of the table in that
-dataclass's docstring; ``docs/options.md`` is generated from those tables.
+Each option is a field of a dataclass here or in a backend's module. The string below a field says
+what the option means; ``docs/options.md`` is generated from it.
 """
 
 from __future__ import annotations
@@ -60,175 +60,147 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The handler's own options.
-
-    ====================== ======== ===============================================================
-    option                  default meaning
-    ====================== ======== ===============================================================
-    join_timeout            600     seconds within which a node must be in a complete round; torch's
-                                    name of it, ``timeout``, is taken too, except for the 900 that
-                                    torchrun itself adds where --rdzv-conf has none
-    last_call_timeout       30      seconds to wait for more nodes once the minimum has joined
-    close_timeout           30      seconds within which closing the run must succeed
-    heartbeat_timeout       none    seconds that one request to the store may take, retries
-                                    included; none: a third of the lease, from 2 to 5
-    keep_alive_interval     5       seconds between two heartbeats of a node
-    keep_alive_max_attempt  3       intervals without a heartbeat until a node is lost (the lease)
-    restart_on_loss         true    when a node is lost, restart the others at once
-    replacement_timeout     none    seconds that a restart after a loss waits for more nodes than
-                                    the minimum; none: last_call_timeout. A restart at which all
-                                    nodes of the last round are back waits for no others
-    grow                    now     when a running round with room is ended for newcomers: now
-                                    (once last_call_timeout has passed or they fill the round),
-                                    checkpoint (when a worker calls ``rdzv_plugins.resize_now()``,
-                                    or at ``rdzv resize``) or never; any restart lets them in
-    min_uptime              0       seconds that a round runs before it is ended for newcomers
-    resize_interval         0       seconds after newcomers were let in until the next ones are
-    no_progress_rounds      0       after so many rounds in a row that ran for less than
-                                    no_progress_uptime and were not ended for newcomers, the run is
-                                    closed and torchrun exits with 93; 0: never
-    no_progress_uptime      60      seconds; see no_progress_rounds
-    quarantine_after        none    a host that ends so many rounds within quarantine_window by its
-                                    loss or its workers' failure is kept out for a time, if enough
-                                    other nodes are there; none: 3, and losses alone count; 0: never
-    quarantine_window       3600    seconds; also the longest quarantine: the first takes a tenth of
-                                    it, each further one of a host twice as long
-    rank_order              natural natural (by address, node2 before node10), stable (nodes of the
-                                    last round keep their order, new nodes follow), hint (by
-                                    the option ``rank``) or topology (by the option ``domain``)
-    rank                    none    this node's position for rank_order=hint, e.g. $SLURM_NODEID
-    domain                  none    where this node is, for rank_order=topology and segment:
-                                    ``rack7``, or by levels, the widest first, as in
-                                    ``spine1/leaf3/rack7``; none: as Slurm (SLURM_TOPOLOGY_ADDR) or
-                                    NVML (the NVLink domain) tells it
-    node_unit               1       a round has a multiple of so many nodes; the rest wait as spares
-    segment                 1       a round has whole segments of so many nodes of one domain; the
-                                    rest wait as spares
-    network_check           false   a round runs once its nodes, each with one other, have exchanged
-                                    4 MiB each way, and all have reached rank 0's MASTER_PORT; a
-                                    node that fails with several others is left out; see policies.md
-    links                   true    neighbours in rank order keep connections to each other, at a
-                                    port of master_port, so that the others go on about a second
-                                    after a process was killed, and not after its lease; a node that
-                                    lives is asked first. Without effect with on_outage=stop
-    rejoin_timeout          600     seconds that a round waits for a live node of the last round
-                                    before it starts without that node; a tenth of this if the
-                                    other nodes fill the round; at most 0.8 x join_timeout
-    loss_shutdown_timeout   5       seconds that workers have to end when their round has lost a
-                                    node, before they get SIGKILL, at most ``--shutdown-timeout``:
-                                    in a collective Python runs no handler of SIGTERM. For
-                                    ``rdzv run``; torchrun gives them its 30 s
-    on_outage              continue while the store does not answer, workers continue, or stop after
-                                    outage_limit, so that no two worlds of a run train at once; a
-                                    node that the store refuses while it accepts others stops its
-                                    workers after its lease in any case; see two-worlds.md
-    outage_limit            none    with on_outage=stop: seconds without an accepted heartbeat after
-                                    which a node stops its workers; none: the lease
-    closed_ttl              60      seconds until the id of a closed run can be used again; at least
-                                    the lease
-    abandoned_ttl           3600    seconds until the keys of a run without a leader expire; at
-                                    least four leases
-    history_ttl             604800  seconds that the last rounds of a run, its end and its entry in
-                                    the list of runs are kept; 0: they are not written
-    check_command           none    a program with arguments, run before this node joins: its status
-                                    is 0, or the last line of its output is the reason why the node
-                                    does not join; see policies.md
-    checks                  none    more such checks, with a comma or + between: gpu (extra
-                                    ``gpu``), disk, network, and entry points of the group
-                                    rdzv_plugins.health
-    check_timeout           60      seconds that each check may take
-    check_at                join    join (before a node that is in no round joins) or restart (each
-                                    time that its agent asks for a round)
-    on_unhealthy            wait    of a node whose checks fail, or whose host lets no worker start:
-                                    wait (the others go on; it tries again after 1, 2, 4 ... up to
-                                    60 s; these pauses count against join_timeout) or exit
-    check_fails_open        false   a check that cannot run (no such program, no answer in time, an
-                                    exception) counts as passed, with a warning
-    check_disk              none    the directory for the check ``disk``; none: $TMPDIR
-    check_disk_free         1       GiB that must be free there
-    interface               none    the network interface whose address the others dial, e.g. ib0;
-                                    none: the one by which this node reaches the store, or, if it
-                                    does so at loopback, that of the default route
-    network                 none    the network in which the address is that the others dial, e.g.
-                                    10.1.0.0/16. ``--local-addr`` overrides both
-    master_port             none    the range of ports, such as 30000-30999, that rank 0's
-                                    MASTER_PORT is of, and those of ``links`` and
-                                    ``network_check``, at least three; none: any free one.
-                                    Each round has another port than the one before. Two runs whose
-                                    hosts may get each other's addresses need ranges of their own,
-                                    or a wide one; see two-worlds.md. Not the ports that gloo
-                                    or NCCL open
-    log_level               INFO    from which level on this package's lines go to stderr: DEBUG,
-                                    INFO, WARNING or ERROR; without effect where the application
-                                    has set up logging
-    metrics_port            none    serve /metrics, /healthz and /why of this node on this port; 0:
-                                    any free one, which the log names (extra ``metrics``)
-    metrics_host            none    address on which they are served; one that others reach needs
-                                    a page_token; none: 127.0.0.1
-    page_token              none    what clients of /metrics and /why send as the header
-                                    ``Authorization: Bearer``; /healthz needs none. The same for
-                                    ``rdzv dashboard`` and ``rdzv exporter``. Set it in
-                                    $RDZV_PLUGINS_PAGE_TOKEN
-    page_token_file         none    file whose first line is that token; read at each request
-    otel                    false   report the same metrics through OpenTelemetry, if the
-                                    application has set it up (extra ``otel``)
-    handler                 rdzv    rdzv (this package's handler) or torch (torch's own handler on
-                                    this backend; it has no master_port, no metrics and otel,
-                                    and none of the options from restart_on_loss to outage_limit
-                                    and from abandoned_ttl to check_disk_free)
-    ====================== ======== ===============================================================
-    """
+    """The handler's own options."""
 
     join_timeout: float = option(600.0, least=0.001)
+    """seconds within which a node must be in a complete round; torch's name of it, ``timeout``, is
+    taken too, except for the 900 that torchrun itself adds where --rdzv-conf has none"""
     last_call_timeout: float = option(30.0, least=0)
+    """seconds to wait for more nodes once the minimum has joined"""
     close_timeout: float = option(30.0, least=0.001)
+    """seconds within which closing the run must succeed"""
     heartbeat_timeout: float | None = option(None, least=0.01)
+    """seconds that one request to the store may take, retries included; none: a third of the lease,
+    from 2 to 5"""
     keep_alive_interval: float = option(5.0, least=0.05)
+    """seconds between two heartbeats of a node"""
     # At least two: a lease of one interval would expire between two punctual heartbeats.
     keep_alive_max_attempt: int = option(3, least=2)
+    """intervals without a heartbeat until a node is lost (the lease)"""
     restart_on_loss: bool = option(True, of_run=True)
+    """when a node is lost, restart the others at once"""
     replacement_timeout: float | None = option(None, least=0, of_run=True)
+    """seconds that a restart after a loss waits for more nodes than the minimum; none:
+    last_call_timeout. A restart at which all nodes of the last round are back waits for no
+    others"""
     grow: str = option("now", choices=("now", "checkpoint", "never"), of_run=True)
+    """when a running round with room is ended for newcomers: now (once last_call_timeout has passed
+    or they fill the round), checkpoint (when a worker calls ``rdzv_plugins.resize_now()``, or at
+    ``rdzv resize``) or never; any restart lets them in"""
     min_uptime: float = option(0.0, least=0, of_run=True)
+    """seconds that a round runs before it is ended for newcomers"""
     resize_interval: float = option(0.0, least=0, of_run=True)
+    """seconds after newcomers were let in until the next ones are"""
     no_progress_rounds: int = option(0, least=0, of_run=True)
+    """after so many rounds in a row that ran for less than no_progress_uptime and were not ended
+    for newcomers, the run is closed and torchrun exits with 93; 0: never"""
     no_progress_uptime: float = option(60.0, least=0, of_run=True)
+    """seconds; see no_progress_rounds"""
     quarantine_after: int | None = option(None, least=0, of_run=True)
+    """a host that ends so many rounds within quarantine_window by its loss or its workers' failure
+    is kept out for a time, if enough other nodes are there; none: 3, and losses alone count; 0:
+    never"""
     quarantine_window: float = option(3600.0, least=1, of_run=True)
+    """seconds; also the longest quarantine: the first takes a tenth of it, each further one of a
+    host twice as long"""
     rank_order: str = option(
         "natural", choices=("natural", "stable", "hint", "topology"), of_run=True
     )
+    """natural (by address, node2 before node10), stable (nodes of the last round keep their order,
+    new nodes follow), hint (by the option ``rank``) or topology (by the option ``domain``)"""
     rank: int | None = option(None, least=0)
+    """this node's position for rank_order=hint, e.g. $SLURM_NODEID"""
     domain: str | None = option(None)
+    """where this node is, for rank_order=topology and segment: ``rack7``, or by levels, the widest
+    first, as in ``spine1/leaf3/rack7``; none: as Slurm (SLURM_TOPOLOGY_ADDR) or NVML (the NVLink
+    domain) tells it"""
     node_unit: int = option(1, least=1, of_run=True)
+    """a round has a multiple of so many nodes; the rest wait as spares"""
     segment: int = option(1, least=1, of_run=True)
+    """a round has whole segments of so many nodes of one domain; the rest wait as spares"""
     network_check: bool = option(False, of_run=True)
+    """a round runs once its nodes, each with one other, have exchanged 4 MiB each way, and all have
+    reached rank 0's MASTER_PORT; a node that fails with several others is left out; see
+    policies.md"""
     links: bool = option(True)
+    """neighbours in rank order keep connections to each other, at a port of master_port, so that
+    the others go on about a second after a process was killed, and not after its lease; a node that
+    lives is asked first. Without effect with on_outage=stop"""
     rejoin_timeout: float = option(600.0, least=0.001)
+    """seconds that a round waits for a live node of the last round before it starts without that
+    node; a tenth of this if the other nodes fill the round; at most 0.8 x join_timeout"""
     loss_shutdown_timeout: float = option(5.0, least=0)
+    """seconds that workers have to end when their round has lost a node, before they get SIGKILL,
+    at most ``--shutdown-timeout``: in a collective Python runs no handler of SIGTERM. For ``rdzv
+    run``; torchrun gives them its 30 s"""
     on_outage: str = option("continue", choices=("continue", "stop"))
+    """while the store does not answer, workers continue, or stop after outage_limit, so that no two
+    worlds of a run train at once; a node that the store refuses while it accepts others stops its
+    workers after its lease in any case; see two-worlds.md"""
     outage_limit: float | None = option(None, least=0)
+    """with on_outage=stop: seconds without an accepted heartbeat after which a node stops its
+    workers; none: the lease"""
     closed_ttl: float = option(60.0, least=0)
+    """seconds until the id of a closed run can be used again; at least the lease"""
     abandoned_ttl: float = option(3600.0, least=1)
+    """seconds until the keys of a run without a leader expire; at least four leases"""
     history_ttl: float = option(604800.0, least=0)
+    """seconds that the last rounds of a run, its end and its entry in the list of runs are kept; 0:
+    they are not written"""
     check_command: str | None = option(None)
+    """a program with arguments, run before this node joins: its status is 0, or the last line of
+    its output is the reason why the node does not join; see policies.md"""
     checks: str | None = option(None)
+    """more such checks, with a comma or + between: gpu (extra ``gpu``), disk, network, and entry
+    points of the group rdzv_plugins.health"""
     check_timeout: float = option(60.0, least=0.001)
+    """seconds that each check may take"""
     check_at: str = option("join", choices=("join", "restart"))
+    """join (before a node that is in no round joins) or restart (each time that its agent asks for
+    a round)"""
     on_unhealthy: str = option("wait", choices=("wait", "exit"))
+    """of a node whose checks fail, or whose host lets no worker start: wait (the others go on; it
+    tries again after 1, 2, 4 ... up to 60 s; these pauses count against join_timeout) or exit"""
     check_fails_open: bool = option(False)
+    """a check that cannot run (no such program, no answer in time, an exception) counts as passed,
+    with a warning"""
     check_disk: str | None = option(None)
+    """the directory for the check ``disk``; none: $TMPDIR"""
     check_disk_free: float = option(1.0, least=0)
+    """GiB that must be free there"""
     interface: str | None = option(None)
+    """the network interface whose address the others dial, e.g. ib0; none: the one by which this
+    node reaches the store, or, if it does so at loopback, that of the default route"""
     network: str | None = option(None)
+    """the network in which the address is that the others dial, e.g. 10.1.0.0/16. ``--local-addr``
+    overrides both"""
     master_port: str | None = option(None)
+    """the range of ports, such as 30000-30999, that rank 0's MASTER_PORT is of, and those of
+    ``links`` and ``network_check``, at least three; none: any free one. Each round has another port
+    than the one before. Two runs whose hosts may get each other's addresses need ranges of their
+    own, or a wide one; see two-worlds.md. Not the ports that gloo or NCCL open"""
     log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    """from which level on this package's lines go to stderr: DEBUG, INFO, WARNING or ERROR; without
+    effect where the application has set up logging"""
     metrics_port: int | None = option(None, least=0)
+    """serve /metrics, /healthz and /why of this node on this port; 0: any free one, which the log
+    names (extra ``metrics``)"""
     metrics_host: str | None = option(None)
+    """address on which they are served; one that others reach needs a page_token; none:
+    127.0.0.1"""
     page_token: str | None = option(None, secret=True)
+    """what clients of /metrics and /why send as the header ``Authorization: Bearer``; /healthz
+    needs none. The same for ``rdzv dashboard`` and ``rdzv exporter``. Set it in
+    $RDZV_PLUGINS_PAGE_TOKEN"""
     page_token_file: str | None = option(None)
+    """file whose first line is that token; read at each request"""
     otel: bool = option(False)
+    """report the same metrics through OpenTelemetry, if the application has set it up (extra
+    ``otel``)"""
     handler: str = option("rdzv", choices=("rdzv", "torch"))
+    """rdzv (this package's handler) or torch (torch's own handler on this backend; it has no
+    master_port, no metrics and otel, and none of the options from restart_on_loss to outage_limit
+    and from abandoned_ttl to check_disk_free)"""
 
     def __post_init__(self) -> None:
         if self.metrics_port is not None and self.metrics_port > _LARGEST_PORT:
@@ -341,23 +313,15 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """Options of every store.
-
-    ======================= ======= ===============================================================
-    option                  default meaning
-    ======================= ======= ===============================================================
-    prefix                  rdzv    first part of every key: ``<prefix>/<run id>/``
-    secret                  none    keeps strangers out: every value is sealed with it, and what has
-                                    no such seal counts as absent; the same for all nodes and
-                                    commands. Set it in $RDZV_PLUGINS_SECRET
-    secret_file             none    file whose first line is the secret; a second one is accepted
-                                    too, while one is replaced
-    ======================= ======= ===============================================================
-    """
+    """Options of every store."""
 
     prefix: str = option("rdzv")
+    """first part of every key: ``<prefix>/<run id>/``"""
     secret: str | None = option(None, secret=True)
+    """keeps strangers out: every value is sealed with it, and what has no such seal counts as
+    absent; the same for all nodes and commands. Set it in $RDZV_PLUGINS_SECRET"""
     secret_file: str | None = option(None)
+    """file whose first line is the secret; a second one is accepted too, while one is replaced"""
 
     def __post_init__(self) -> None:
         if self.secret is not None and self.secret_file is not None:
@@ -385,30 +349,23 @@ class StoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(StoreOptions):
-    """Options of the stores that have a host and a port.
-
-    ======================= ======= ===============================================================
-    option                  default meaning
-    ======================= ======= ===============================================================
-    user                    none    user name; a user in the endpoint takes precedence
-    password                none    set it in $RDZV_PLUGINS_PASSWORD or in the endpoint; refused in
-                                    --rdzv-conf, which every user of the host can read
-    password_file           none    file whose first line is the password
-    tls                     false   encrypt the connection; an endpoint with rediss:// or https://
-                                    implies it
-    ca_file                 none    PEM file of the trusted authorities; none: the system's
-    cert_file               none    PEM file of the client's certificate
-    key_file                none    PEM file of the client's private key
-    ======================= ======= ===============================================================
-    """
+    """Options of the stores that have a host and a port."""
 
     user: str | None = option(None)
+    """user name; a user in the endpoint takes precedence"""
     password: str | None = option(None, secret=True)
+    """set it in $RDZV_PLUGINS_PASSWORD or in the endpoint; refused in --rdzv-conf, which every user
+    of the host can read"""
     password_file: str | None = option(None)
+    """file whose first line is the password"""
     tls: bool = option(False)
+    """encrypt the connection; an endpoint with rediss:// or https:// implies it"""
     ca_file: str | None = option(None)
+    """PEM file of the trusted authorities; none: the system's"""
     cert_file: str | None = option(None)
+    """PEM file of the client's certificate"""
     key_file: str | None = option(None)
+    """PEM file of the client's private key"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -88,29 +88,22 @@ class Options(StoreOptions):
     (``http://127.0.0.1:8000``) or empty (AWS's own configuration).
 
     Credentials come from AWS's usual sources: environment, profile, container, instance.
-
-    ======================= ============ ==========================================================
-    option                  default      meaning
-    ======================= ============ ==========================================================
-    table                   rdzv-plugins name of the table
-    create_table            false        create the table, billed on demand, if there is none
-    region                  none         region; a region in the endpoint takes precedence; none:
-                                         AWS's own configuration
-    profile                 none         profile of AWS's configuration files
-    role_arn                none         role to assume with those credentials
-    poll_interval_min       0.1          seconds between the first polls of a waiter
-    poll_interval_max       2            longest interval between polls, in seconds: a waiter
-                                         notices a change within that time
-    ======================= ============ ==========================================================
     """
 
     table: str = option("rdzv-plugins")
+    """name of the table"""
     create_table: bool = option(False)
+    """create the table, billed on demand, if there is none"""
     region: str | None = option(None)
+    """region; a region in the endpoint takes precedence; none: AWS's own configuration"""
     profile: str | None = option(None)
+    """profile of AWS's configuration files"""
     role_arn: str | None = option(None)
+    """role to assume with those credentials"""
     poll_interval_min: float = option(0.1, least=0.001)
+    """seconds between the first polls of a waiter"""
     poll_interval_max: float = option(2.0, least=0.001)
+    """longest interval between polls, in seconds: a waiter notices a change within that time"""
 
 
 class Table:

@@ -21,25 +21,16 @@ __all__ = ["Client", "Options"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(StoreOptions):
-    """Options of the azure backend, for an endpoint ``az://container/folder``.
-
-    ======================= ============ ==========================================================
-    option                  default      meaning
-    ======================= ============ ==========================================================
-    account                 none         name of the storage account; none:
-                                         $AZURE_STORAGE_ACCOUNT_NAME
-    url                     none         where another store of the protocol is, as in
-                                         ``http://127.0.0.1:10000/devstoreaccount1``
-    poll_interval_min       0.1          seconds between the first polls of a waiter
-    poll_interval_max       2            longest interval between polls, in seconds: a waiter
-                                         notices a change within that time
-    ======================= ============ ==========================================================
-    """
+    """Options of the azure backend, for an endpoint ``az://container/folder``."""
 
     account: str | None = option(None)
+    """name of the storage account; none: $AZURE_STORAGE_ACCOUNT_NAME"""
     url: str | None = option(None)
+    """where another store of the protocol is, as in ``http://127.0.0.1:10000/devstoreaccount1``"""
     poll_interval_min: float = option(0.1, least=0.001)
+    """seconds between the first polls of a waiter"""
     poll_interval_max: float = option(2.0, least=0.001)
+    """longest interval between polls, in seconds: a waiter notices a change within that time"""
 
 
 class Client(BucketClient):

@@ -74,24 +74,19 @@ _FULL = ", and does its http_max_conns_per_client let this host connect once mor
 class Options(ServerOptions):
     """Options of the consul backend, for endpoints ``host:port``, ``http://``, ``https://`` (TLS)
     and several hosts: agents of one cluster, of which the client uses one that answers.
-
-    ======================= ======= ===============================================================
-    option                  default meaning
-    ======================= ======= ===============================================================
-    token                   none    ACL token; set it in $RDZV_PLUGINS_TOKEN; none: the password.
-                                    With a token, user and password are HTTP basic authentication
-    token_file              none    file whose first line is the ACL token
-    datacenter              none    datacenter; none: the agent's own
-    namespace               none    namespace (Consul Enterprise)
-    partition               none    admin partition (Consul Enterprise)
-    ======================= ======= ===============================================================
     """
 
     token: str | None = option(None, secret=True)
+    """ACL token; set it in $RDZV_PLUGINS_TOKEN; none: the password. With a token, user and password
+    are HTTP basic authentication"""
     token_file: str | None = option(None)
+    """file whose first line is the ACL token"""
     datacenter: str | None = option(None)
+    """datacenter; none: the agent's own"""
     namespace: str | None = option(None)
+    """namespace (Consul Enterprise)"""
     partition: str | None = option(None)
+    """admin partition (Consul Enterprise)"""
 
 
 class Client(StoreClient):

@@ -123,33 +123,25 @@ class Options(ServerOptions):
     """Options of the kubernetes backend. The endpoint is empty: in a pod its service account,
     elsewhere the kubeconfig. Or it is ``https://host:port``, with several hosts for several API
     servers of one cluster, or ``http://`` for ``kubectl proxy``.
-
-    ======================= ======= ===============================================================
-    option                  default meaning
-    ======================= ======= ===============================================================
-    namespace               none    namespace of the ConfigMaps; none: the pod's, the context's, or
-                                    ``default``
-    context                 none    context of the kubeconfig; none: the service account in a pod,
-                                    elsewhere the current context
-    kubeconfig              none    path of the kubeconfig; none: $KUBECONFIG or ~/.kube/config
-    token                   none    bearer token for an endpoint; set it in $RDZV_PLUGINS_TOKEN;
-                                    none: the password
-    token_file              none    file whose first line is the token
-    owner                   auto    what the ConfigMaps belong to, and are deleted with: auto (in a
-                                    pod, its controller), none, or
-                                    ``<apiVersion>/<kind>/<name>/<uid>``
-    labels                  none    more labels of the ConfigMaps, as a policy of the cluster may
-                                    ask for: ``team=ml+cost-center=42``
-    ======================= ======= ===============================================================
     """
 
     namespace: str | None = option(None)
+    """namespace of the ConfigMaps; none: the pod's, the context's, or ``default``"""
     context: str | None = option(None)
+    """context of the kubeconfig; none: the service account in a pod, elsewhere the current
+    context"""
     kubeconfig: str | None = option(None)
+    """path of the kubeconfig; none: $KUBECONFIG or ~/.kube/config"""
     token: str | None = option(None, secret=True)
+    """bearer token for an endpoint; set it in $RDZV_PLUGINS_TOKEN; none: the password"""
     token_file: str | None = option(None)
+    """file whose first line is the token"""
     owner: str = option("auto")
+    """what the ConfigMaps belong to, and are deleted with: auto (in a pod, its controller), none,
+    or ``<apiVersion>/<kind>/<name>/<uid>``"""
     labels: str | None = option(None)
+    """more labels of the ConfigMaps, as a policy of the cluster may ask for:
+    ``team=ml+cost-center=42``"""
 
 
 class Client(StoreClient):

@@ -121,33 +121,26 @@ _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 class Options(ServerOptions):
     """Options of the nats backend, for endpoints ``host:port``, ``nats://``, ``tls://`` (TLS) and
     several hosts: servers of one cluster, of which the client uses one that answers.
-
-    ======================= ======= ===============================================================
-    option                  default meaning
-    ======================= ======= ===============================================================
-    bucket                  rdzv    name of the key-value bucket
-    create_bucket           false   create the bucket if there is none
-    replicas                0       copies of a bucket that is created; 0: three in a cluster, one
-                                    elsewhere
-    storage                 file    where a bucket that is created keeps its data: file or memory
-    domain                  none    JetStream's domain, as behind a leaf node; none: the server's
-                                    own
-    token                   none    token; set it in $RDZV_PLUGINS_TOKEN
-    token_file              none    file whose first line is the token
-    nkey_file               none    file with the seed of an nkey
-    credentials_file        none    file with the JWT and the seed of a user, as nsc makes it
-    ======================= ======= ===============================================================
     """
 
     bucket: str = option("rdzv")
+    """name of the key-value bucket"""
     create_bucket: bool = option(False)
+    """create the bucket if there is none"""
     replicas: int = option(0, least=0)
+    """copies of a bucket that is created; 0: three in a cluster, one elsewhere"""
     storage: str = option("file", choices=("file", "memory"))
+    """where a bucket that is created keeps its data: file or memory"""
     domain: str | None = option(None)
+    """JetStream's domain, as behind a leaf node; none: the server's own"""
     token: str | None = option(None, secret=True)
+    """token; set it in $RDZV_PLUGINS_TOKEN"""
     token_file: str | None = option(None)
+    """file whose first line is the token"""
     nkey_file: str | None = option(None)
+    """file with the seed of an nkey"""
     credentials_file: str | None = option(None)
+    """file with the JWT and the seed of a user, as nsc makes it"""
 
 
 class Client(StoreClient):

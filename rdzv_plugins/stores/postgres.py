@@ -237,22 +237,17 @@ class Options(ServerOptions):
     neither endpoint nor options set come from libpq's own sources: PGUSER, PGPASSWORD and similar
     variables, service files, ~/.pgpass.
 
-    ======================= ======= ===============================================================
-    option                  default meaning
-    ======================= ======= ===============================================================
-    database                none    database; a database in the endpoint takes precedence; none:
-                                    libpq's default, the database with the user's name
-    table                   rdzv    the table, also as schema.table
-    create_table            false   create the table if there is none
-    ======================= ======= ===============================================================
-
     With tls=true the client verifies the certificate and its name (sslmode=verify-full) unless the
     endpoint sets another sslmode; without it libpq encrypts if the server can, and does not verify.
     """
 
     database: str | None = option(None)
+    """database; a database in the endpoint takes precedence; none: libpq's default, the database
+    with the user's name"""
     table: str = option("rdzv")
+    """the table, also as schema.table"""
     create_table: bool = option(False)
+    """create the table if there is none"""
 
 
 class UnconnectedError(psycopg.OperationalError):

@@ -143,29 +143,23 @@ DIGESTS = {
 class Options(ServerOptions):
     """Options of the redis backend, for endpoints ``host:port``, ``redis://``, ``rediss://``
     (TLS), ``unix://`` and several hosts for Sentinel or Cluster.
-
-    ======================= ======= ===============================================================
-    option                  default meaning
-    ======================= ======= ===============================================================
-    database                0       database number; a number in the endpoint takes precedence
-    sentinel                none    name of the primary; the endpoint's hosts are then Sentinels
-    sentinel_user           none    user name of the Sentinels' own
-    sentinel_password       none    the Sentinels' own; set it in $RDZV_PLUGINS_SENTINEL_PASSWORD;
-                                    with neither this nor sentinel_user, Sentinels are asked without
-                                    a log-in, and then with that of the servers
-    sentinel_password_file  none    file whose first line is the Sentinels' own password
-    sentinel_tls            none    whether the Sentinels speak TLS; none: as the servers do
-    cluster                 false   the endpoint's hosts are nodes of a Redis Cluster
-    ======================= ======= ===============================================================
     """
 
     database: int = option(0, least=0)
+    """database number; a number in the endpoint takes precedence"""
     sentinel: str | None = option(None)
+    """name of the primary; the endpoint's hosts are then Sentinels"""
     sentinel_user: str | None = option(None)
+    """user name of the Sentinels' own"""
     sentinel_password: str | None = option(None, secret=True)
+    """the Sentinels' own; set it in $RDZV_PLUGINS_SENTINEL_PASSWORD; with neither this nor
+    sentinel_user, Sentinels are asked without a log-in, and then with that of the servers"""
     sentinel_password_file: str | None = option(None)
+    """file whose first line is the Sentinels' own password"""
     sentinel_tls: bool | None = option(None)
+    """whether the Sentinels speak TLS; none: as the servers do"""
     cluster: bool = option(False)
+    """the endpoint's hosts are nodes of a Redis Cluster"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

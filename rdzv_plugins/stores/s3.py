@@ -57,26 +57,17 @@ _ASKED_AGAIN = timedelta(seconds=5)
 
 @dataclass(frozen=True, kw_only=True)
 class Options(StoreOptions):
-    """Options of the s3 backend, for an endpoint ``s3://bucket/folder``.
-
-    ======================= ============ ==========================================================
-    option                  default      meaning
-    ======================= ============ ==========================================================
-    region                  none         region of the bucket; none: $AWS_REGION or
-                                         $AWS_DEFAULT_REGION
-    url                     none         where a compatible store is, as in
-                                         ``https://minio.example.org:9000``; none:
-                                         $AWS_ENDPOINT_URL, or AWS itself
-    poll_interval_min       0.1          seconds between the first polls of a waiter
-    poll_interval_max       2            longest interval between polls, in seconds: a waiter
-                                         notices a change within that time
-    ======================= ============ ==========================================================
-    """
+    """Options of the s3 backend, for an endpoint ``s3://bucket/folder``."""
 
     region: str | None = option(None)
+    """region of the bucket; none: $AWS_REGION or $AWS_DEFAULT_REGION"""
     url: str | None = option(None)
+    """where a compatible store is, as in ``https://minio.example.org:9000``; none:
+    $AWS_ENDPOINT_URL, or AWS itself"""
     poll_interval_min: float = option(0.1, least=0.001)
+    """seconds between the first polls of a waiter"""
     poll_interval_max: float = option(2.0, least=0.001)
+    """longest interval between polls, in seconds: a waiter notices a change within that time"""
 
 
 class Client(BucketClient):

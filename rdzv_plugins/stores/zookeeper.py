@@ -102,15 +102,10 @@ _FAULTS = (InvalidACLError, NoAuthError, QuotaExceededError)
 class Options(ServerOptions):
     """Options of the zookeeper backend, for endpoints ``host:port[,host:port...][/chroot]``,
     also with ``zookeeper://`` in front.
-
-    ======================= ======= ===============================================================
-    option                  default meaning
-    ======================= ======= ===============================================================
-    sasl                    false   log in by SASL (DIGEST-MD5); false: by the scheme "digest"
-    ======================= ======= ===============================================================
     """
 
     sasl: bool = option(False)
+    """log in by SASL (DIGEST-MD5); false: by the scheme ``digest``"""
 
 
 class _Run(NamedTuple):

@@ -3,12 +3,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from docs.generate import option_rows
 from rdzv_plugins.settings.endpoint import parse_endpoint
 from rdzv_plugins.settings.environment import environment, give_back, inherited, withhold
 from rdzv_plugins.settings.options import ServerOptions, Settings, StoreOptions, option
@@ -19,7 +18,7 @@ from rdzv_plugins.settings.parsing import (
     parse_options,
     without_effect,
 )
-from rdzv_plugins.stores import STORES, client_class
+from rdzv_plugins.stores import client_class
 
 
 @pytest.mark.parametrize(
@@ -289,31 +288,6 @@ def test_the_password_is_the_first_line_of_its_file(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ValueError, match="cannot be read"):
         options.current_password()
-
-
-def shown(default: object) -> str:
-    if default is None or isinstance(default, bool):
-        return str(default).lower()
-    return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-@pytest.mark.parametrize(
-    "name", ["Settings", "StoreOptions", "ServerOptions", *(f"{name}'s" for name in STORES)]
-)
-def test_the_documented_options_are_the_options(name: str) -> None:
-    own = {"Settings": Settings, "StoreOptions": StoreOptions, "ServerOptions": ServerOptions}
-    if name in own:
-        cls: type = own[name]
-    else:
-        cls = client_class(name.removesuffix("'s")).options
-    inherited = {item.name for base in cls.__mro__[1:-1] for item in fields(base)}
-    defaults = {
-        item.name: "none" if item.default is MISSING else shown(item.default)
-        for item in fields(cls)
-        if item.name not in inherited
-    }
-    documented = [(name, default) for name, default, _ in option_rows(cls)]
-    assert documented == [*defaults.items()]
 
 
 def test_an_endpoint_is_taken_apart() -> None:

@@ -23,22 +23,17 @@ _CANDIDATES = 3
 class Options(StoreOptions):
     """Options of the quorum backend, whose endpoint is ``host[:port]`` of one, three or five
     members, alike on all nodes.
-
-    ======================= =========== ===========================================================
-    option                  default     meaning
-    ======================= =========== ===========================================================
-    cluster                 none        the members' name for their cluster; none: the run's id, so
-                                        that each run has members of its own
-    ports                   29600-29699 where members listen; the cluster's name decides on which of
-                                        them. A port in the endpoint overrides it
-    linger                  30          seconds that a member outlives its own node at most, while
-                                        other nodes of the run are there; 5 after a signal
-    ======================= =========== ===========================================================
     """
 
     cluster: str | None = option(None)
+    """the members' name for their cluster; none: the run's id, so that each run has members of its
+    own"""
     ports: str = option("29600-29699")
+    """where members listen; the cluster's name decides on which of them. A port in the endpoint
+    overrides it"""
     linger: float = option(30.0, least=0)
+    """seconds that a member outlives its own node at most, while other nodes of the run are there;
+    5 after a signal"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
