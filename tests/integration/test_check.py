@@ -970,7 +970,7 @@ def test_quorum_whose_ports_others_have(run_id: str, members: StartMembers) -> N
         mark, text = check_quorum(run_id).of("ports")
         assert mark == "ok"
         assert text.startswith(f"the member of this host will listen on {third} at 127.0.0.31; ")
-        assert f"{second} at 127.0.0.31 is another store's: 'another' is there" in text
+        assert f"{second} at 127.0.0.31 is another store's: 'another of 3 hosts' is there" in text
         stack.enter_context(closing(socket.create_server(("127.0.0.31", third))))
         told = check_quorum(run_id)
         what, text = told.only("failed")
