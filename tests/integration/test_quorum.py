@@ -395,6 +395,8 @@ def test_an_agent_of_three_is_suspended(
     back = job.agents[name].signal(signal.SIGCONT)
     job.await_begun("abc", after=back)
     record_property("all run again, s", round(time.monotonic() - back, 2))
+    # It stood still itself: the others were up.
+    assert not [line for line in job.lines(name) if "members of the store are up" in line]
     assert finish(job, "abc") == {"a": 0, "b": 0, "c": 0}
     assert_nothing_is_left(job)
 

@@ -79,8 +79,9 @@ class Attending(Attendance):
         self._seen_at: int | None = None
         self._attempts = Attempts(longest=_LONGEST_PAUSE)
         self._told: set[str] = set()
-        # How many members were up when that was told last, and since when it is another number.
-        self._up_told, self._up_since = len(members.hosts), time.monotonic()
+        # How many members were up when that was told last, and how many looks have found another
+        # number: a clock would count the time for which this host was suspended.
+        self._up_told, self._up_looks = len(members.hosts), 0
         self._ending, self._ends_by = threading.Event(), float("inf")
         self._stays = self._closed = False
         self._thread = threading.Thread(
@@ -228,10 +229,10 @@ class Attending(Attendance):
         """Say it once another number of members is up for a time, except at the end of a run."""
         if self._member is None:
             return
-        up, now = self._member.up, time.monotonic()
-        if len(up) == self._up_told or self._closed:
-            self._up_since = now
-        elif now >= self._up_since + _BRIEF_SECONDS:
+        up = self._member.up
+        same = len(up) == self._up_told or self._closed
+        self._up_looks = 0 if same else self._up_looks + 1
+        if self._up_looks * _LOOK_SECONDS > _BRIEF_SECONDS:
             self._up_told, size = len(up), len(self._members.hosts)
             away = [name for it, (name, _) in enumerate(self._members.hosts) if it not in up]
             told = Standing(len(up), size)
