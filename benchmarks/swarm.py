@@ -37,7 +37,7 @@ from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.base import Limit, StoreClient, Wake
 from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.process.driver import perform
-from rdzv_plugins.process.handler import rules_of
+from rdzv_plugins.process.factory import rules_of
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node

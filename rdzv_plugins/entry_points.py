@@ -40,7 +40,7 @@ class HandlerFactory:
 def _creator(client: str) -> Creator:
     def create(params: RendezvousParameters) -> RendezvousHandler:
         refuse_without_torch(f"the {params.backend} backend")
-        from rdzv_plugins.process.handler import create_handler
+        from rdzv_plugins.process.factory import create_handler
 
         return create_handler(client, params)
 

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import random
 import secrets
-import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
-from datetime import UTC, datetime
-from functools import partial
 from typing import NoReturn, TypeVar
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
@@ -28,53 +22,42 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 
 from rdzv_plugins import clock
-from rdzv_plugins.health import gate_of, refuse_unknown_checks
+from rdzv_plugins.health import gate_of
 from rdzv_plugins.kv import (
-    Attempts,
     Attendance,
     ExhaustedError,
     KeyValueClient,
-    LateCredentialsError,
     RendezvousConnectionError,
     RendezvousStateError,
-    as_outage,
     missing_for_workers,
 )
 from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.kv.retry import retry, store_is_away
-from rdzv_plugins.kv.sealed import SealedClient
-from rdzv_plugins.observe.history import Archive, free_now
-from rdzv_plugins.observe.logs import RunLog, set_up, told
-from rdzv_plugins.observe.metrics import Report, refuse_unless_installed
-from rdzv_plugins.observe.page_access import refuse_open_metrics
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.observe.logs import RunLog, told
+from rdzv_plugins.observe.metrics import Report
 from rdzv_plugins.peers.addresses import (
     ANY_PORT,
-    dial_self,
-    is_at_loopback,
-    is_local,
-    is_out_of_reach,
     is_own_ip,
     lacking_version,
-    listen,
-    node_address,
 )
 from rdzv_plugins.peers.exchange import answer, dial, exchange
 from rdzv_plugins.peers.links import Links
 from rdzv_plugins.peers.listener import Listener
 from rdzv_plugins.peers.reach import Reach
 from rdzv_plugins.process.driver import Driver, Watcher, carry_out, watched
-from rdzv_plugins.process.signals import SignalWatch, deaf_parent
+from rdzv_plugins.process.explain import Refusal, what_failed
+from rdzv_plugins.process.master_servers import MasterServers
+from rdzv_plugins.process.signals import SignalWatch
 from rdzv_plugins.process.worker import (
     CurrentRound,
     Moments,
     hand_down,
-    refuse_in_a_worker,
     take_back,
 )
 from rdzv_plugins.protocol import effects
@@ -103,25 +86,16 @@ from rdzv_plugins.protocol.parting import (
 )
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
-from rdzv_plugins.protocol.sizes import Sizes
-from rdzv_plugins.settings.endpoint import Place, redact
-from rdzv_plugins.settings.environment import environment, give_back, withhold
+from rdzv_plugins.settings.environment import give_back, withhold
 from rdzv_plugins.settings.options import Settings
-from rdzv_plugins.settings.parsing import idle_options, option_names, without_effect
-from rdzv_plugins.settings.run_ids import refuse_unless_possible, why_no_log_folder
-from rdzv_plugins.settings.topology import find_domain
-from rdzv_plugins.stores import attend, load, opener, strange_variables
 from rdzv_plugins.torch.agent_store import AgentStore
-from rdzv_plugins.torch.events import Events, record_failed_creation
-from rdzv_plugins.torch.master_store import open_store
+from rdzv_plugins.torch.events import Events
 from rdzv_plugins.torch.torchrun import (
     agent_ends_first,
-    idle_arguments,
-    makes_log_folders,
     max_restarts,
 )
 
-__all__ = ["StoreRendezvousHandler", "create_handler", "rules_of"]
+__all__ = ["StoreRendezvousHandler"]
 
 log = logging.getLogger(__name__)
 
@@ -134,20 +108,8 @@ _FAREWELL_SECONDS = 10.0
 # How many further signals may interrupt that wait before the process gives it up.
 _SIGNALS_BORNE = 5
 
-# In which a store that pushes wakes a node up, and the node writes its heartbeat.
-_ANSWER_SECONDS = 0.5
-
 # Between two runs of the checks of a node that is unfit: twice as long each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-
-# The least time-out for opening a TCPStore. Opening takes 10 s where a DNS server does not answer.
-_MASTER_SECONDS = 30.0
-
-# Of an error's text, in what others are told.
-_LONGEST_REASON = 200
-
-# The exit status of agents whose run makes no progress, as of NVIDIA's resiliency extension.
-_NO_PROGRESS = 93
 
 # torch's own default for --rdzv-id (torch.distributed.run); all jobs without an id share it.
 _DEFAULT_RUN_ID = "none"
@@ -195,10 +157,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         # torchrun's, read before its variables are withheld from the workers.
         self._max_restarts = max_restarts() or 0
         self._address = address
-        # Rank 0 looks a name up later, in a thread of its own.
-        self._address_checked = is_own_ip(address)
-        self._store_is_here = store_is_here
-        self._servers: dict[str, TCPStore] = {}
+        self._masters = MasterServers(
+            address, settings.ports, settings.master_port, rules, f"rdzv-{run_id}-door"
+        )
         self._store: AgentStore | None = None
         self._was_told = False
         self._handed_down: str | None = None
@@ -239,6 +200,9 @@ class StoreRendezvousHandler(RendezvousHandler):
             time.time,
         )
         self._log = RunLog(log, run_id, self._node)
+        self._refusal = Refusal(
+            run_id, rules, self._node, client, archive, settings.join_timeout, store_is_here
+        )
         if rules.grow == "checkpoint":
             self._moments = Moments(self._log.warning)
         self._reach = Reach(address, self._log.warning, f"rdzv-{run_id}-reach")
@@ -440,11 +404,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         assert document is not None
         self._service.begin(document)
         self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
-        self._servers = {
-            world_id: server
-            for world_id, server in self._servers.items()
-            if world_id == document.world_id
-        }
+        self._masters.keep(document.world_id)
         return document
 
     def _refuse(self, outcome: effects.JoinOutcome) -> None:
@@ -452,7 +412,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         if outcome.document is None:
-            self._raise(self._explain(outcome))
+            self._raise(self._refusal.of(outcome, was_in_the_run=self._store is not None))
 
     def _raise(self, error: BaseException) -> NoReturn:
         if isinstance(error, Exception):
@@ -626,7 +586,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             # torch's launcher raises nothing where a worker is in uninterruptible sleep.
             outcome, why = Outcome.FAILED, "its agent ended, and its workers had not"
         else:
-            outcome, why = Outcome.FAILED, _what_failed(error)
+            outcome, why = Outcome.FAILED, what_failed(error)
         of_workers = error is None or isinstance(error, ChildFailedError)
         may_leave = self._service.is_new if of_workers else not self._node.done
         if outcome is Outcome.FAILED and may_leave:
@@ -819,7 +779,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 self._listener.close(_STOP_SECONDS)
             self._reach.close()
             self._driver.await_masters(_STOP_SECONDS)
-            self._servers.clear()
+            self._masters.keep(None)
             take_back(self._handed_down)
             if self._withholds:
                 self._withholds = False
@@ -851,50 +811,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         )
 
     def _open_master(self, world_id: str) -> str:
-        """Open a new TCPStore for each round: workers of two rounds must never meet in one.
-
-        torch's workers connect to MASTER_PORT without a prefix per round. This is called in a
-        thread that may hang: before c10d dials an address it looks up its name, for a log line.
-        """
-        if not self._address_checked:
-            self._check_address()
-            self._address_checked = True
-        try:
-            port = self._open_port(world_id)
-        except OSError as error:
-            if (missing := as_outage(error)) is not None:
-                raise ExhaustedError(f"cannot open a TCPStore ({missing})") from None
-            if not self._servers:
-                raise RendezvousConnectionError(
-                    f"no port of master_port={self._settings.master_port or 'any'} is free at "
-                    f"'{self._address}' ({error}): name more, or end what listens there"
-                ) from error
-            # Its own of former rounds: this node's workers of those have ended.
-            self._servers = {}
-            return self._open_master(world_id)
-        except (RuntimeError, ValueError) as error:
-            raise RendezvousConnectionError(f"cannot open a TCPStore ({error})") from error
-        return f"{self._address}:{port}"
-
-    def _open_port(self, world_id: str) -> int:
-        """Open a TCPStore; if workers open it, find a port for them.
-
-        A worker that was cut off still dials the port of its own round, and any TCPStore there
-        takes it in. Hence no round has the port of the one before, and each round searches in an
-        order of its own.
-        """
+        """As `MasterServers.open`, on another port than MASTER's of the round before."""
         latest = self._node.latest
         before = latest.master.rpartition(":")[2] if latest and latest.master else ""
-        every = self._settings.ports
-        order = random.Random(world_id).sample(every, len(every))
-        ports = [port for port in order if str(port) != before]
-        if not self.use_agent_store:
-            with listen(self._address, ports) as server:
-                return int(server.getsockname()[1])
-        timeout = max(_MASTER_SECONDS, self._rules.lease)
-        name = f"rdzv-{self._run_id}-door"
-        opened = self._servers[world_id] = open_store(self._address, timeout, ports, name)
-        return opened.port
+        return self._masters.open(world_id, before, for_workers=not self.use_agent_store)
 
     def _listen(self, node_id: str) -> Listener | None:
         """Where others reach this node for the network check, and for links."""
@@ -936,105 +856,6 @@ class StoreRendezvousHandler(RendezvousHandler):
                 raise
             return 0.0  # A worker opens that port later; its host has answered.
 
-    def _check_address(self) -> None:
-        """Find out whether the others will reach this host at its address.
-
-        An address that is not this host's own, such as one that a router translates, is dialled.
-        The target is a socket of its own, not the TCPStore: its only thread would look up the name
-        of each client that connects, and serve nobody meanwhile.
-        """
-        try:
-            if not is_local(self._address):
-                dial_self(self._address, self._rules.request, self._settings.ports)
-        except (OSError, UnicodeError) as error:
-            if (missing := as_outage(error)) is not None:
-                raise missing from None
-            retryable = isinstance(error, TimeoutError) or (
-                isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
-            )
-            kind = RendezvousConnectionError if retryable else RendezvousStateError
-            raise kind(
-                f"this host does not reach itself at '{self._address}' ({error}); "
-                "name an address of this host with --local-addr"
-            ) from error
-
-    def _explain(self, outcome: effects.JoinOutcome) -> BaseException:
-        run = f"run '{self._run_id}'"
-        latest = self._node.latest
-        match outcome.failure:
-            case Failure.CLOSED | Failure.SPARE_CLOSED if self.made_no_progress:
-                return SystemExit(_NO_PROGRESS)
-            case Failure.SPARE_CLOSED if latest is None or latest.outcome is not Outcome.FAILED:
-                return SystemExit(0)
-            case Failure.DRAINED:
-                return SystemExit(0)
-            case Failure.CLOSED | Failure.SPARE_CLOSED:
-                why = f" ({plain(latest.reason)})" if latest is not None and latest.reason else ""
-                return RendezvousClosedError(f"{run} is closed{why}; {self._when_free(latest)}")
-            case Failure.MISMATCH:
-                document = self._node.document
-                theirs = f"{document.min_nodes}:{document.max_nodes}" if document else "others"
-                return RendezvousStateError(
-                    f"{run} was started with --nnodes={theirs}, this node with "
-                    f"--nnodes={self._rules.min_nodes}:{self._rules.max_nodes}; "
-                    "use the same on every node, or another --rdzv-id"
-                )
-            case Failure.TIMEOUT:
-                rules, patience = self._rules, self._settings.join_timeout
-                more = ""
-                if rules.min_nodes < rules.max_nodes and patience <= rules.last_call:
-                    more = f"; last_call_timeout alone is {rules.last_call:g} s"
-                here = False
-                with suppress(OSError, RuntimeError):  # A host that has run out of what it takes.
-                    here = rules.max_nodes > 1 and self._store_is_here()
-                if here:
-                    more += (
-                        "; the store is at loopback, so that other hosts have another one there: "
-                        "for nodes on several hosts, name an address of it that all reach, unless "
-                        "an agent or a proxy of a store that all share listens there"
-                    )
-                nodes = f"{rules.min_nodes} to {rules.max_nodes}"
-                if rules.min_nodes == rules.max_nodes:
-                    nodes = str(rules.max_nodes)
-                came, sentence = self._who_came(outcome)
-                return RendezvousTimeoutError(
-                    f"{run}: {came} of {nodes} nodes came within {patience:g} s, and no round "
-                    f"formed: {sentence}{more}"
-                )
-        return outcome.error or RendezvousStateError(
-            f"{run}: the rendezvous of this node ended without an outcome; please report it"
-        )
-
-    def _when_free(self, ended: RoundDocument | None) -> str:
-        """When the id of a closed run can be used again, as far as that is known."""
-        # Of those that were in the run thousands come here at once.
-        if ended is not None and self._store is None:
-            with suppress(RendezvousConnectionError, RendezvousStateError):
-                return self._archive.free_in(ended, datetime.now(UTC))[1]
-        return free_now(self._run_id)
-
-    def _who_came(self, outcome: effects.JoinOutcome) -> tuple[str, str]:
-        """How many came for a round that did not form, and the sentence as it was in the end."""
-        said, ours = outcome.diagnosis, NODES_PREFIX + self._node.id
-        came, left, gave_up = "an unknown number", set[str](), set[str]()
-        with suppress(RendezvousConnectionError):
-            read = {key: readable(it) for key, it in self._client.list(NODES_PREFIX).items()}
-            others = {key: it for key, it in read.items() if it is not None and key != ours}
-            left = {it.label for it in others.values() if it.status is Status.LEFT}
-            lost = said.lost.first if said is not None else ()
-            asking = [it for it in others.values() if it.asks and it.label not in lost]
-            # A node that left without ever having been in a round has waited too, mostly as long.
-            waited = [
-                it
-                for it in others.values()
-                if it.status is Status.LEFT and not it.world_id and not it.is_unfit
-            ]
-            gave_up = {it.label for it in waited}
-            came = str(1 + len(asking) + len(waited))
-        if said is None:
-            return came, "nothing is known of it"
-        return came, str(said.at_the_end(left, gave_up))
-
 
 def _tell_of_retries(client: KeyValueClient, driver: Driver) -> None:
     """Have the driver told too of each attempt after a request's first."""
@@ -1046,272 +867,3 @@ def _tell_of_retries(client: KeyValueClient, driver: Driver) -> None:
             counts()
 
     client.on_retry = note
-
-
-def _what_failed(error: BaseException) -> str:
-    """Why this node closes the run as failed, for people on the other nodes."""
-    if not isinstance(error, ChildFailedError):
-        # Of others the text may hold anything.
-        text = f": {' '.join(str(error).split())}" if isinstance(error, OSError) else ""
-        return f"its agent failed ({type(error).__name__}{text[:_LONGEST_REASON]})"
-    rank, first = error.get_first_failure()
-    ended = f"exited with {first.exitcode}" if first.exitcode else "hangs in the kernel"
-    if first.exitcode < 0:
-        ended = f"was ended by {first.signal_name()}"
-    others = len(error.failures) - 1
-    more = f" and {others} more failed" if others else ""
-    return f"its workers failed (rank {rank} {ended}{more})"
-
-
-def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandler:
-    """The handler of ``--rdzv-backend``.
-
-    Args:
-        client: as `rdzv_plugins.entry_points.HandlerFactory.client`.
-        params: of torchrun.
-
-    Raises:
-        ValueError: a bad endpoint or option, or a missing client package.
-        RendezvousConnectionError: the store cannot be reached or refuses us.
-    """
-    try:
-        return _create(client, params)
-    except Exception as error:
-        record_failed_creation(params.run_id, error)
-        raise
-
-
-def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
-    try:
-        refuse_unless_possible(params.run_id)
-        refuse_in_a_worker(params.run_id)
-        store = load(client)
-        settings, connect = opener(store, params)
-        settings = _placed(settings, params)
-        set_up(settings.log_level)
-        _tell_what_is_idle(store, params, settings)
-        if (parent := deaf_parent()) is not None:
-            log.warning(
-                "run '%s': the parent of this agent, PID 1 (%s), passes no SIGTERM on, so that the "
-                "agent has no time to leave when its container is stopped: start it with exec, and "
-                "without a pipe",
-                params.run_id,
-                parent,
-            )
-        refuse_unless_installed(settings)
-        refuse_open_metrics(settings)
-        refuse_unknown_checks(settings)
-        if (why := why_no_log_folder(params.run_id)) is not None and makes_log_folders():
-            log.warning(
-                "run '%s': %s, so that the workers cannot start: use another id, or "
-                "--log-dir=/dev/null",
-                params.run_id,
-                why,
-            )
-        return _make_patiently(store, connect, params, settings)
-    except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:
-        set_up("INFO")
-        # First the line that counts: torchrun prints its own frames before the error.
-        log.error("run '%s': %s", params.run_id, error)
-        told(error)
-        raise error.with_traceback(None) from None
-
-
-def _make_patiently(
-    store: type[KeyValueClient],
-    connect: Callable[[str], KeyValueClient],
-    params: RendezvousParameters,
-    settings: Settings,
-) -> RendezvousHandler:
-    """Make the handler, within ``join_timeout`` where this host lacks what it may get yet."""
-    deadline, attempts = time.monotonic() + settings.join_timeout, Attempts()
-    attendance: Attendance | None = None
-    try:
-        while True:
-            try:
-                attendance = attendance or attend(store, params, settings)
-                return _make(store, connect, attendance, params, settings)
-            except Exception as error:
-                late = error if isinstance(error, LateCredentialsError) else None
-                if (missing := late or as_outage(error)) is None:
-                    raise
-                if time.monotonic() >= deadline:
-                    raise missing from None
-                if attempts.fail():
-                    log.warning(
-                        "run '%s': this node cannot join yet: %s; it tries again for %g s",
-                        params.run_id,
-                        missing,
-                        settings.join_timeout,
-                    )
-            time.sleep(attempts.seconds_left)
-    except BaseException:
-        if attendance is not None:
-            attendance.hurry()
-            attendance.close()
-        raise
-
-
-def _make(
-    store: type[KeyValueClient],
-    connect: Callable[[str], KeyValueClient],
-    attendance: Attendance | None,
-    params: RendezvousParameters,
-    settings: Settings,
-) -> RendezvousHandler:
-    place = store.locate(params.endpoint)
-    address = _own_address(place, params, settings)
-    if attendance is None:
-        opened = connect(params.run_id)
-    else:
-        opened = attendance.open(partial(connect, params.run_id), settings.join_timeout)
-    try:
-        # Its driver and its agent need it at a time. Now, not once the others wait for this node.
-        opened.hold(2)
-        name, at = opened.name, redact(params.endpoint)
-        log.info("run '%s': connected to %s '%s'", params.run_id, name, at)
-        archive = Archive(connect, params.run_id, settings.history_ttl)
-        return _over(opened, archive, attendance, params, settings, address, place)
-    except BaseException:
-        opened.close()
-        raise
-
-
-def _tell_what_is_idle(
-    store: type[KeyValueClient], params: RendezvousParameters, settings: Settings
-) -> None:
-    """Log each option, argument and variable that has no effect, so that nobody relies on it."""
-    known, nnodes = option_names(Settings, store.options), (params.min_nodes, params.max_nodes)
-    idle = [
-        *without_effect(params.config, known),
-        *idle_options(params.config, environment(), settings, nnodes),
-        *idle_arguments(),
-    ]
-    for line in idle:
-        log.info("run '%s': %s", params.run_id, line)
-    for found, advice in strange_variables(environment(), known, store.name):
-        if advice:
-            log.warning("run '%s': %s; %s", params.run_id, found, advice)
-        else:
-            log.info("run '%s': %s", params.run_id, found)
-
-
-def _placed(settings: Settings, params: RendezvousParameters) -> Settings:
-    """With this node's domain; raises `ValueError` where it could never be in a round."""
-    if settings.handler == "torch":
-        return settings
-    rules = rules_of(settings, params.min_nodes, params.max_nodes)
-    Sizes.of(rules).refuse_if_impossible()
-    if not rules.minds_domains:
-        return settings
-    domain = find_domain(settings.domain, os.environ)
-    if domain is None and rules.segment > 1:
-        raise ValueError(
-            f"segment={rules.segment} needs the domain of this node, which neither Slurm nor NVML "
-            "tells: set domain=... or $RDZV_PLUGINS_DOMAIN"
-        )
-    return settings.placed_in(domain)
-
-
-def _over(
-    client: KeyValueClient,
-    archive: Archive,
-    attendance: Attendance | None,
-    params: RendezvousParameters,
-    settings: Settings,
-    address: str,
-    place: Place,
-) -> RendezvousHandler:
-    if settings.handler == "torch":
-        from rdzv_plugins.torch.dynamic_handler import create_torch_handler
-
-        if not isinstance(client, SealedClient):
-            log.warning(
-                "run '%s': handler=torch unpickles what stands in the store: whoever can write "
-                "there runs code on this node. A secret, in $RDZV_PLUGINS_SECRET on all nodes, "
-                "keeps strangers out",
-                params.run_id,
-            )
-        return create_torch_handler(params, settings, client, address, attendance)
-    answer = _answer_within(client, settings) if params.max_nodes > 1 else None
-    rules = rules_of(settings, params.min_nodes, params.max_nodes, answer)
-    if settings.rank_order == "topology" and settings.domain is None:
-        log.warning(
-            "run '%s': rank_order=topology, but nobody knows the domain of this node; its rank "
-            "follows those of all domains. Set domain=... or $RDZV_PLUGINS_DOMAIN",
-            params.run_id,
-        )
-    if params.min_nodes < params.max_nodes and max_restarts() == 0:
-        log.warning(
-            "run '%s': torchrun runs with --max-restarts=0, its default. If a node is lost and the "
-            "workers of another fail before the lease (%g s) has run out, that failure ends the "
-            "job: set --max-restarts, or start the agents with rdzv run",
-            params.run_id,
-            rules.lease,
-        )
-    return StoreRendezvousHandler(
-        client,
-        archive,
-        params.run_id,
-        rules,
-        settings,
-        address,
-        store_is_here=partial(is_at_loopback, place),
-        attendance=attendance,
-    )
-
-
-def _own_address(store: Place, params: RendezvousParameters, settings: Settings) -> str:
-    """The address that this node announces; raises `ValueError` if there is none as demanded."""
-    own = node_address(
-        params.local_addr,
-        store.dialled,
-        interface=settings.interface,
-        network=settings.network,
-        alone=params.max_nodes == 1,
-    )
-    overridden = params.local_addr and (settings.interface or settings.network)
-    level = logging.INFO if overridden else logging.DEBUG
-    log.log(level, "run '%s': other nodes dial '%s' (%s)", params.run_id, own.address, own.why)
-    if params.max_nodes > 1 and is_out_of_reach(own.address, store.dialled):
-        log.warning(
-            "run '%s': the address of this node, '%s', is loopback, but the store is on another "
-            "host: other hosts cannot reach this one. Name an address with --local-addr",
-            params.run_id,
-            own.address,
-        )
-    return own.address
-
-
-def _answer_within(client: KeyValueClient, settings: Settings) -> float | None:
-    """As `Rules.answer`; None also of a store whose reads may be old: they prove no silence.
-
-    With on_outage=stop no two worlds may train at once: leases alone decide.
-    """
-    stops = settings.patience_in_an_outage < math.inf
-    if stops or not (settings.links and client.capabilities.linearizable):
-        return None
-    return _ANSWER_SECONDS + (0.0 if client.capabilities.push else client.longest_poll)
-
-
-def rules_of(
-    settings: Settings, min_nodes: int, max_nodes: int, answer: float | None = None
-) -> Rules:
-    """The handler's options as the protocol needs them; those of a run by the same names."""
-    of_run = {it.name for it in fields(settings) if it.metadata["of_run"]}
-    return Rules(
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        lease=settings.lease,
-        interval=settings.keep_alive_interval,
-        last_call=settings.last_call_timeout,
-        replacement=settings.replacement_timeout,
-        request=settings.request_timeout,
-        # Sooner than the nodes that wait for it time out.
-        rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
-        outage_limit=settings.patience_in_an_outage,
-        answer=answer,
-        sweep_after=settings.sweep_after,
-        abandoned=max(settings.abandoned_ttl, 4 * settings.lease),
-        **{name: getattr(settings, name) for name in of_run & {it.name for it in fields(Rules)}},
-    )

@@ -15,7 +15,8 @@ from functools import partial
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.process.factory import create_handler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 
 _STARTED_AT_ONCE = 8
 

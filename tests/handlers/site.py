@@ -13,7 +13,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
 from rdzv_plugins.kv import MemoryClient, MemoryServer, RendezvousConnectionError
 from rdzv_plugins.observe.history import Archive
-from rdzv_plugins.process.handler import StoreRendezvousHandler, _answer_within, rules_of
+from rdzv_plugins.process.factory import _answer_within, rules_of
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import STATE_KEY, RoundDocument
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.testing.harness import until

@@ -23,7 +23,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv_plugins.process import handler as handler_module
-from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.process.factory import create_handler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 from tests.handlers.site import Site

@@ -28,7 +28,8 @@ from torch.distributed.elastic.rendezvous.api import (
 from rdzv_plugins import clock
 from rdzv_plugins.kv import MemoryClient, RendezvousStateError
 from rdzv_plugins.observe.history import archive_run_id
-from rdzv_plugins.process.handler import StoreRendezvousHandler, _what_failed
+from rdzv_plugins.process.explain import what_failed
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import (
     BELL_KEY,
     NODES_PREFIX,
@@ -498,8 +499,8 @@ def test_the_reason_of_a_failure_names_a_worker(codes: tuple[int, ...], said: st
         rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
         for rank, code in enumerate(codes)
     }
-    assert _what_failed(ChildFailedError("train.py", failures)) == said
-    assert _what_failed(RuntimeError("anything")) == "its agent failed (RuntimeError)"
+    assert what_failed(ChildFailedError("train.py", failures)) == said
+    assert what_failed(RuntimeError("anything")) == "its agent failed (RuntimeError)"
 
 
 class TestWhatOthersHaveWritten:

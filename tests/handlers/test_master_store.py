@@ -89,10 +89,10 @@ def test_workers_of_a_run_whose_rank_0_is_gone_dial_nobody_where_another_run_is(
         one, other = (it.handler(1, 1, master_port=conf) for it in (run, other_run))
         for world in range(3):
             old = port_of(one._open_master(f"{world}-of-one"))
-            one._servers.clear()
+            one._masters.keep(None)
             other._open_master(f"{world}-of-another")
             met.append(answers("127.0.0.1", old))
-            other._servers.clear()
+            other._masters.keep(None)
     # Each begins its search anywhere in the range, not at its first port.
     assert not all(met)
 
@@ -105,7 +105,7 @@ def test_a_range_that_others_have_is_told_as_such() -> None:
         handler = run.handler(1, 1, master_port=conf)
         run.join(handler)
         # The one that is free was the last round's.
-        handler._servers.clear()
+        handler._masters.keep(None)
         with pytest.raises(RendezvousConnectionError, match=f"no port of master_port={conf} is fr"):
             handler._open_master("1-another")
         last = int(conf.split("-")[1])

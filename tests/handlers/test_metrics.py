@@ -41,7 +41,8 @@ from rdzv_plugins.observe.metrics import (
     build,
 )
 from rdzv_plugins.process.driver import watched
-from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.process.factory import create_handler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import Cause, Phase
 from rdzv_plugins.protocol.states import State
 from rdzv_plugins.settings.options import Settings

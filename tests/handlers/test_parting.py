@@ -14,7 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from rdzv_plugins.process import handler as handlers
-from rdzv_plugins.process.handler import StoreRendezvousHandler, rules_of
+from rdzv_plugins.process.factory import rules_of
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import Outcome, Phase, Status
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.threads import Background

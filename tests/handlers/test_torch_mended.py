@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from rdzv_plugins.kv import MemoryClient, MemoryServer
 from rdzv_plugins.observe.history import Archive
-from rdzv_plugins.process.handler import _over
+from rdzv_plugins.process.factory import _over
 from rdzv_plugins.settings.endpoint import Place
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.torch import dynamic_handler

@@ -12,7 +12,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousP
 
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.observe.history import Archive, Row
-from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.process.factory import create_handler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol import words
 from rdzv_plugins.protocol.documents import STATE_KEY
 from rdzv_plugins.testing import harness

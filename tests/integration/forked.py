@@ -47,7 +47,7 @@ def _forks() -> ForkServerContext:
             __name__,
             "torch.distributed.run",
             "rdzv_plugins.process.agent",
-            "rdzv_plugins.process.handler",
+            "rdzv_plugins.process.factory",
             "rdzv_plugins.cli",
         ]
     )

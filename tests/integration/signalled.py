@@ -22,7 +22,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as torchs
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
 
-from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.process.factory import create_handler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, NodeRecord, RoundDocument
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.threads import Background

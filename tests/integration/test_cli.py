@@ -32,7 +32,8 @@ from rdzv_plugins.cli.options import BackendOption, plain_console
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.observe.history import Archive, list_runs
 from rdzv_plugins.observe.inspection import delete_run
-from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.process.factory import create_handler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,

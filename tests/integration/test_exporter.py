@@ -23,7 +23,8 @@ from rdzv_plugins.cli import app, pages
 from rdzv_plugins.cli.options import Access
 from rdzv_plugins.observe.history import list_runs
 from rdzv_plugins.observe.inspection import Condition
-from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.process.factory import create_handler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from rdzv_plugins.process.handler import rules_of
+from rdzv_plugins.process.factory import rules_of
 from rdzv_plugins.protocol.rules import Rules
 from tests import Measure
 from tests.handlers.site import succeed
@@ -78,7 +78,7 @@ def test_rounds_whose_nodes_stand_in_shards_survive_deaths_too(
     def with_shards(*args: Any) -> Rules:
         return replace(rules_of(*args), inline=1)
 
-    monkeypatch.setattr("rdzv_plugins.process.handler.rules_of", with_shards)
+    monkeypatch.setattr("rdzv_plugins.process.factory.rules_of", with_shards)
     agents = [run.start((1, 5)) for _ in range(5)]
     until(one_world(agents), 30)
     leader = agents[0].handler._node.document.leader  # type: ignore[union-attr]

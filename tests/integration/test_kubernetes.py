@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from rdzv_plugins.cli.check.store import check_requests
 from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.kv.findings import Mark
-from rdzv_plugins.process.handler import create_handler
+from rdzv_plugins.process.factory import create_handler
 from rdzv_plugins.servers import Security
 from rdzv_plugins.servers.http import ask
 from rdzv_plugins.stores import kubernetes, open_client

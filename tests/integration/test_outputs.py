@@ -34,7 +34,8 @@ from rdzv_plugins.observe.exporter import Exporter
 from rdzv_plugins.observe.history import EXCLUDED, LIST, Archive, Listed, Row, archive_run_id
 from rdzv_plugins.observe.page_access import PageAccess
 from rdzv_plugins.observe.survey import Survey
-from rdzv_plugins.process.handler import StoreRendezvousHandler, create_handler
+from rdzv_plugins.process.factory import create_handler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from rdzv_plugins import servers
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.observe.history import list_runs
-from rdzv_plugins.process.handler import create_handler
+from rdzv_plugins.process.factory import create_handler
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.redis import DIGESTS

@@ -10,7 +10,7 @@ import sys
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv_plugins.process.handler import create_handler
+from rdzv_plugins.process.factory import create_handler
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import together
 

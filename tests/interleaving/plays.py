@@ -29,8 +29,9 @@ from rdzv_plugins import clock
 from rdzv_plugins.kv import MemoryClient, MemoryServer, exhaustion, memory, retry
 from rdzv_plugins.observe import history as archive
 from rdzv_plugins.observe.history import Archive
-from rdzv_plugins.process import driver, handler, signals
-from rdzv_plugins.process.handler import StoreRendezvousHandler, rules_of
+from rdzv_plugins.process import driver, handler, master_servers, signals
+from rdzv_plugins.process.factory import rules_of
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -214,7 +215,7 @@ class Play:
             SETTINGS,
             name,
         )
-        made._check_address = lambda: None  # type: ignore[method-assign]
+        made._masters._check_address = lambda: None  # type: ignore[method-assign]
         # It looks at the real network, in a real thread.
         made._reach.plan = lambda *_: None  # type: ignore[method-assign]
         return made
@@ -265,7 +266,7 @@ class Play:
             (archive, "datetime", calendar),
             (handler, "secrets", secrets),
             (handler, "atexit", at_exit),
-            (handler, "open_store", self.open_server),
+            (master_servers, "open_store", self.open_server),
             (clock, "now", scheduler.time.monotonic),
             (retry, "random", drawn),
         ]

@@ -97,7 +97,10 @@ def test_a_missing_extra_names_the_install_that_mends_it(errors: Any, backend: s
     assert errors[backend].endswith(f'pip install "rdzv-plugins[{backend}]"')
 
 
-NEED_TORCH = ("process.agent", "process.handler", "testing", "torch")
+NEED_TORCH = (
+    "process.agent", "process.explain", "process.factory", "process.handler",
+    "process.master_servers", "testing", "torch",
+)  # fmt: skip
 
 
 def test_only_what_runs_agents_needs_torch() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from rdzv_plugins.kv import MemoryClient, MemoryServer
 from rdzv_plugins.observe.logs import set_up
-from rdzv_plugins.process import handler as handlers
+from rdzv_plugins.process import factory
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import Outcome, Phase, Status
 from rdzv_plugins.protocol.words import remarks
@@ -205,10 +205,10 @@ class TestWhereTheLinesGo:
 
     def test_every_handler_sees_to_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         params = RendezvousParameters("redis", "127.0.0.1:1", "run", 1, 1)
-        monkeypatch.setattr(handlers, "opener", lambda *_: (Settings(log_level="ERROR"), _refuse))
+        monkeypatch.setattr(factory, "opener", lambda *_: (Settings(log_level="ERROR"), _refuse))
         with bare() as package:
             with pytest.raises(ConnectionRefusedError):
-                handlers.create_handler("redis", params)
+                factory.create_handler("redis", params)
             assert package.level == logging.ERROR
             assert len(package.handlers) == 1
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.process.handler import create_handler
+from rdzv_plugins.process.factory import create_handler
 from rdzv_plugins.settings.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.stores import STORES
 from rdzv_plugins.torch.torchrun import makes_log_folders

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv_plugins.process import handler
+from rdzv_plugins.process import factory
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.settings.options import Settings
@@ -137,16 +137,16 @@ class TestNvml:
 
     def test_it_is_not_asked_where_no_option_needs_a_domain(self, nvml: Any) -> None:
         params = RendezvousParameters("redis", "", "run", 2, 4)
-        assert handler._placed(Settings(node_unit=2), params).domain is None
+        assert factory._placed(Settings(node_unit=2), params).domain is None
         assert nvml.began == 0
-        assert handler._placed(Settings(segment=2), params).domain
+        assert factory._placed(Settings(segment=2), params).domain
         assert nvml.began == 1
 
 
 class TestAtTheStart:
     def placed(self, low: int, high: int, **options: Any) -> Settings:
         params = RendezvousParameters("redis", "", "run", low, high)
-        return handler._placed(Settings(**options), params)
+        return factory._placed(Settings(**options), params)
 
     def test_what_can_never_start_is_refused(self) -> None:
         with pytest.raises(ValueError, match="--nnodes=4:6 allows no multiple of 8 nodes"):

@@ -1,0 +1,149 @@
+"""What people are told where a join ends without a round, or where this node fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
+
+from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
+from rdzv_plugins.kv.gate import plain
+from rdzv_plugins.observe.history import Archive, free_now
+from rdzv_plugins.protocol.documents import NODES_PREFIX, Outcome, Status
+from rdzv_plugins.protocol.effects import JoinOutcome
+from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.record_cache import readable
+from rdzv_plugins.protocol.rules import Failure, Rules
+
+__all__ = ["Refusal", "what_failed"]
+
+# Others are told so many characters of an error.
+_LONGEST_REASON = 200
+
+# The exit status of agents whose run makes no progress, as of NVIDIA's resiliency extension.
+_NO_PROGRESS = 93
+
+
+class Refusal:
+    """Why a join ended without a round, as the exception that the agent gets.
+
+    Args:
+        run_id, rules: of the node's run.
+        node: that asked.
+        client: the run's namespace.
+        archive: of the run's id.
+        join_timeout: seconds that the join had.
+        store_is_here: whether the store is reached at loopback; a look-up.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        rules: Rules,
+        node: Node,
+        client: KeyValueClient,
+        archive: Archive,
+        join_timeout: float,
+        store_is_here: Callable[[], bool],
+    ) -> None:
+        self._run_id = run_id
+        self._rules = rules
+        self._node = node
+        self._client = client
+        self._archive = archive
+        self._patience = join_timeout
+        self._store_is_here = store_is_here
+
+    def of(self, outcome: JoinOutcome, was_in_the_run: bool) -> BaseException:
+        """The exception; ``SystemExit`` where the agent is to end without an error."""
+        run, latest = f"run '{self._run_id}'", self._node.latest
+        ended = latest.outcome if latest is not None else None
+        match outcome.failure:
+            case Failure.CLOSED | Failure.SPARE_CLOSED if ended is Outcome.NO_PROGRESS:
+                return SystemExit(_NO_PROGRESS)
+            case Failure.SPARE_CLOSED if ended is not Outcome.FAILED:
+                return SystemExit(0)
+            case Failure.DRAINED:
+                return SystemExit(0)
+            case Failure.CLOSED | Failure.SPARE_CLOSED:
+                why = f" ({plain(latest.reason)})" if latest is not None and latest.reason else ""
+                free = self._when_free(was_in_the_run)
+                return RendezvousClosedError(f"{run} is closed{why}; {free}")
+            case Failure.MISMATCH:
+                document = self._node.document
+                theirs = f"{document.min_nodes}:{document.max_nodes}" if document else "others"
+                return RendezvousStateError(
+                    f"{run} was started with --nnodes={theirs}, this node with "
+                    f"--nnodes={self._rules.min_nodes}:{self._rules.max_nodes}; "
+                    "use the same on every node, or another --rdzv-id"
+                )
+            case Failure.TIMEOUT:
+                return self._of_timeout(outcome)
+        return outcome.error or RendezvousStateError(
+            f"{run}: the rendezvous of this node ended without an outcome; please report it"
+        )
+
+    def _of_timeout(self, outcome: JoinOutcome) -> BaseException:
+        rules, patience, more = self._rules, self._patience, ""
+        if rules.min_nodes < rules.max_nodes and patience <= rules.last_call:
+            more = f"; last_call_timeout alone is {rules.last_call:g} s"
+        with suppress(OSError, RuntimeError):  # A host that has run out of what a look-up takes.
+            if rules.max_nodes > 1 and self._store_is_here():
+                more += (
+                    "; the store is at loopback, so that other hosts have another one there: "
+                    "for nodes on several hosts, name an address of it that all reach, unless "
+                    "an agent or a proxy of a store that all share listens there"
+                )
+        nodes = f"{rules.min_nodes} to {rules.max_nodes}"
+        if rules.min_nodes == rules.max_nodes:
+            nodes = str(rules.max_nodes)
+        came, sentence = self._who_came(outcome)
+        return RendezvousTimeoutError(
+            f"run '{self._run_id}': {came} of {nodes} nodes came within {patience:g} s, and no "
+            f"round formed: {sentence}{more}"
+        )
+
+    def _when_free(self, was_in_the_run: bool) -> str:
+        """When the id of a closed run can be used again, as far as that is known."""
+        ended = self._node.latest
+        # Thousands of nodes that were in the run come here at once; they do not ask.
+        if ended is not None and not was_in_the_run:
+            with suppress(RendezvousConnectionError, RendezvousStateError):
+                return self._archive.free_in(ended, datetime.now(UTC))[1]
+        return free_now(self._run_id)
+
+    def _who_came(self, outcome: JoinOutcome) -> tuple[str, str]:
+        """How many came for a round that did not form, and the sentence as it was in the end."""
+        said, ours = outcome.diagnosis, NODES_PREFIX + self._node.id
+        came, left, gave_up = "an unknown number", set[str](), set[str]()
+        with suppress(RendezvousConnectionError):
+            read = {key: readable(it) for key, it in self._client.list(NODES_PREFIX).items()}
+            others = [it for key, it in read.items() if it is not None and key != ours]
+            lost = said.lost.first if said is not None else ()
+            asking = [it for it in others if it.asks and it.label not in lost]
+            gone = [it for it in others if it.status is Status.LEFT]
+            # A node that left without ever having been in a round has waited too, mostly as long.
+            waited = [it for it in gone if not it.world_id and not it.is_unfit]
+            left, gave_up = {it.label for it in gone}, {it.label for it in waited}
+            came = str(1 + len(asking) + len(waited))
+        if said is None:
+            return came, "nothing is known of it"
+        return came, str(said.at_the_end(left, gave_up))
+
+
+def what_failed(error: BaseException) -> str:
+    """Why this node closes the run as failed, for people on the other nodes."""
+    if not isinstance(error, ChildFailedError):
+        # The text of other errors may hold anything.
+        text = f": {' '.join(str(error).split())}" if isinstance(error, OSError) else ""
+        return f"its agent failed ({type(error).__name__}{text[:_LONGEST_REASON]})"
+    rank, first = error.get_first_failure()
+    ended = f"exited with {first.exitcode}" if first.exitcode else "hangs in the kernel"
+    if first.exitcode < 0:
+        ended = f"was ended by {first.signal_name()}"
+    others = len(error.failures) - 1
+    more = f" and {others} more failed" if others else ""
+    return f"its workers failed (rank {rank} {ended}{more})"

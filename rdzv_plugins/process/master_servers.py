@@ -1,0 +1,119 @@
+"""The TCPStores that this node opens as rank 0, one for each round."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Sequence
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from rdzv_plugins.kv import (
+    ExhaustedError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    as_outage,
+)
+from rdzv_plugins.peers.addresses import dial_self, is_local, is_own_ip, listen
+from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.torch.master_store import open_store
+
+__all__ = ["MasterServers"]
+
+# The least time-out for opening a TCPStore. Opening takes 10 s where a DNS server does not answer.
+_OPEN_SECONDS = 30.0
+
+
+class MasterServers:
+    """Opens TCPStores, and keeps that of the round.
+
+    Args:
+        address: at which other nodes reach this one.
+        ports: where a TCPStore may listen.
+        option: the value of ``master_port``, for people.
+        rules: of the run.
+        name: of the thread that listens first.
+    """
+
+    def __init__(
+        self, address: str, ports: Sequence[int], option: str | None, rules: Rules, name: str
+    ) -> None:
+        self._address = address
+        self._ports = ports
+        self._option = option or "any"
+        self._rules = rules
+        self._name = name
+        # A name is looked up later, in the thread that opens.
+        self._is_checked = is_own_ip(address)
+        self._servers: dict[str, TCPStore] = {}
+
+    def keep(self, world_id: str | None) -> None:
+        """End the TCPStores of all other rounds; None: of all."""
+        self._servers = {it: server for it, server in self._servers.items() if it == world_id}
+
+    def open(self, world_id: str, port_before: str, *, for_workers: bool) -> str:
+        """Open a new TCPStore for a round, and return its ``address:port``.
+
+        torch's workers connect to MASTER_PORT without a prefix per round: workers of two rounds
+        must never meet in one TCPStore. A worker that was cut off still dials the port of its own
+        round, and any TCPStore there takes it in. Hence no round has the port of the one before,
+        and each round searches in an order of its own.
+
+        The thread that calls this may hang: c10d looks up the name of an address before it dials.
+
+        Args:
+            port_before: the port of the round before; "": it is not known.
+            for_workers: only find a port: a worker opens the TCPStore there.
+
+        Raises:
+            RendezvousConnectionError: no port is free, or the host lacks something, for now.
+            RendezvousStateError: this host does not reach itself at the address.
+        """
+        if not self._is_checked:
+            self._check_address()
+            self._is_checked = True
+        order = random.Random(world_id).sample(self._ports, len(self._ports))
+        ports = [port for port in order if str(port) != port_before]
+        try:
+            if for_workers:
+                with listen(self._address, ports) as server:
+                    return f"{self._address}:{server.getsockname()[1]}"
+            timeout = max(_OPEN_SECONDS, self._rules.lease)
+            opened = open_store(self._address, timeout, ports, self._name)
+        except OSError as error:
+            if (missing := as_outage(error)) is not None:
+                raise ExhaustedError(f"cannot open a TCPStore ({missing})") from None
+            if not self._servers:
+                raise RendezvousConnectionError(
+                    f"no port of master_port={self._option} is free at '{self._address}' "
+                    f"({error}): name more, or end what listens there"
+                ) from error
+            # Its own of former rounds: this node's workers of those have ended.
+            self.keep(None)
+            return self.open(world_id, port_before, for_workers=for_workers)
+        except (RuntimeError, ValueError) as error:
+            raise RendezvousConnectionError(f"cannot open a TCPStore ({error})") from error
+        self._servers[world_id] = opened
+        return f"{self._address}:{opened.port}"
+
+    def _check_address(self) -> None:
+        """Find out whether the others will reach this host at its address.
+
+        An address that is not this host's own, such as one that a router translates, is dialled.
+        The target is a socket of its own, not the TCPStore: its only thread would look up the name
+        of each client that connects, and serve nobody meanwhile.
+        """
+        try:
+            if not is_local(self._address):
+                dial_self(self._address, self._rules.request, self._ports)
+        except (OSError, UnicodeError) as error:
+            if (missing := as_outage(error)) is not None:
+                raise missing from None
+            retryable = isinstance(error, TimeoutError) or (
+                isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+            )
+            kind = RendezvousConnectionError if retryable else RendezvousStateError
+            raise kind(
+                f"this host does not reach itself at '{self._address}' ({error}); "
+                "name an address of this host with --local-addr"
+            ) from error
