@@ -149,7 +149,6 @@ class Neighbours:
         accuses = self._heartbeat.record.accuses
         named = tuple(it for it in accuses if it[0] in document.ranks)
         self._heartbeat.amend(accuses=named)
-        self.owe_links()
         self._hear_others()
 
     def owe_links(self, seconds: float = 0.0) -> None:
@@ -160,7 +159,7 @@ class Neighbours:
     @property
     def seconds_left(self) -> float:
         """Until links are due; infinite: they are not."""
-        if self._links_for() not in (None, self._linked_for):
+        if self._due_at == math.inf and self._links_for() not in (None, self._linked_for):
             return 0.0
         return max(0.0, self._due_at - self._clock())
 

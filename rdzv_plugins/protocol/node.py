@@ -70,8 +70,8 @@ from rdzv_plugins.protocol.wall_clock import shown
 
 __all__ = ["Node"]
 
-# A round that runs sooner after its ranks were confirmed has its links then, when nobody waits. One
-# that does not may wait for a node that died meanwhile.
+# A node has links so long after it has confirmed its rank. By then the round runs and its workers
+# start, as a rule; a round that does not run yet may wait for a node that has died meanwhile.
 _LINKS_SECONDS = 1.0
 
 # A node that waits for rank 0 to open its TCPStore looks at the document as often.
