@@ -30,14 +30,15 @@ def current() -> CurrentRound | None:
 
 
 def fence(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-    """Hold ``path``, unless a later round has held it: so an older world overwrites no checkpoint.
+    """Hold ``path``, unless a later round has held it: no older world overwrites a checkpoint.
 
     ``path`` is a small file beside the checkpoint, on a file system that all nodes share and that
-    has locks. Whoever holds it last, by `CurrentRound.fencing_token`, shuts out all earlier rounds,
-    also where their workers run on because their node is cut off from the store::
+    has locks. A round that has held it shuts out all rounds with a smaller
+    `CurrentRound.fencing_token`, also where their workers run on because their node is cut off from
+    the store::
 
         now = rdzv_plugins.current()
-        part = f"checkpoint.{now.fencing_token if now else 0}.part"  # Of no other round.
+        part = f"checkpoint.{now.fencing_token if now else 0}.part"  # No other round has it.
         torch.save(state, part)
         with rdzv_plugins.fence("checkpoint.fence"):
             os.replace(part, "checkpoint.pt")

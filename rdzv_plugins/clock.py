@@ -31,7 +31,7 @@ def take(queue: SimpleQueue[T], seconds: float | None = None) -> T:
     """The next item of ``queue``, for a main thread in which signals raise exceptions.
 
     Python looks for signals before a wait and after it. A signal that comes between that look and
-    the wait does not end the wait: of 1,600 sent as one began, 2. So this is many short waits.
+    the wait does not end the wait: this happened to 2 of 1,600. Hence this is many short waits.
 
     Raises:
         Empty: there was none for ``seconds``; None: wait for ever.

@@ -1,8 +1,8 @@
 """The entry points of ``torchrun.handlers``: one factory per backend.
 
 torch loads all of them at each start, while ``torch.distributed.elastic.rendezvous`` is still being
-imported. So the rest of this package, client libraries and torch are imported only when a handler
-is created.
+imported. Hence the rest of this package, client libraries and torch are imported only when a
+handler is created.
 """
 
 from __future__ import annotations

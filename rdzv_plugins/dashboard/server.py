@@ -36,7 +36,7 @@ __all__ = ["Dashboard"]
 _LOOK_SECONDS = 1.0
 _SILENT_SECONDS = 15.0
 _END_SECONDS = 5
-# Of more clients at once the one goes that has asked nothing for longest; where all wait for an
+# With more clients at once the one that has asked nothing for longest goes. Where all wait for an
 # answer, the new one is told that the server is busy.
 _MOST_CLIENTS = 200
 _KEEP_ALIVE_SECONDS = 10

@@ -59,7 +59,7 @@ class Gate:
 
     @property
     def names(self) -> list[str]:
-        """Of the checks, in their order."""
+        """The names of the checks, in their order."""
         return [check.name for check in self._checks]
 
     def check(self) -> str | None:

@@ -116,7 +116,7 @@ class _Tombstone(msgspec.Struct):
 _ENDS = msgspec.json.Decoder(_Tombstone)
 _ROWS = msgspec.json.Decoder(Row)
 _LISTED = msgspec.json.Decoder(Listed)
-# Of thousands of hosts.
+# Room for thousands of hosts.
 _EXCLUSIONS_BYTES = 4 * SMALL_BYTES
 _EXCLUSIONS = msgspec.json.Decoder(tuple[Exclusion, ...])
 

@@ -210,7 +210,7 @@ class Inspection:
 
     @property
     def clocks(self) -> str:
-        """Whose wall clocks differ from this host's by more than a few seconds; empty: nobody's."""
+        """The hosts whose wall clocks differ from this one's by more than a few seconds."""
         differ = {
             record.address: clock
             for node, record in self.records.items()
@@ -230,7 +230,7 @@ class Inspection:
     def in_doubt(self) -> bool:
         """Whether a node's time says that a heartbeat is missing, and it is not known if so.
 
-        Its clock may be behind. Whoever watches for an interval knows.
+        Its clock may be behind. An observer that watches for an interval knows.
         """
         document, now = self.document, time.time()
         if document is None or document.closed or self._watched >= _LONGEST_WATCH_SECONDS:

@@ -546,7 +546,7 @@ class Measured(KeyValueClient):
     ) -> None:
         self._client = client
         self._note = note
-        # Of the class elsewhere: here they are those of the client.
+        # Elsewhere these belong to the class; here they are those of the client.
         self.name = client.name  # type: ignore[misc]
         self.capabilities = client.capabilities  # type: ignore[misc]
         self.sealed = client.sealed  # type: ignore[misc]

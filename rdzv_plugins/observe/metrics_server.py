@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 _CLIENT_SECONDS = 5.0
 # Where a request says whose it is.
 _CLIENT = "rdzv.client"
-# Of more clients at once the one goes that has been there for longest, and none whose page is being
-# made while there is another: who may read no page would cut off each that takes long.
+# With more clients at once the one that has been there for longest goes. A client whose page is
+# being made goes last: else clients that may read no page would cut off each page that takes long.
 _MOST_CLIENTS = 16
 # How soon the thread sees that it is to end, where closing the socket does not wake it.
 _LOOK_SECONDS = 0.5
@@ -142,7 +142,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     block_on_close = False
 
     def __init__(self, *arguments: Any) -> None:
-        # Those that are served, the oldest first, and until when.
+        # The clients that are served, the oldest first, and until when.
         self._clients: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
         super().__init__(*arguments)

@@ -24,7 +24,7 @@ __all__ = ["Seen", "Survey"]
 log = logging.getLogger(__name__)
 
 _BRIEF_WATCH_SECONDS = 1.0
-# Of so many runs the connections stay open; to read any other one is opened, and closed again.
+# The connections of so many runs stay open. Any other run is read over one that is closed again.
 _MOST_CONNECTIONS = 32
 # After the first look so many of those others are read in one look, in turn: each takes its time.
 _MOST_IN_TURN = 64
@@ -141,7 +141,7 @@ class Survey:
         self._list: KeyValueClient | None = None
         # When each run was looked at, in monotonic seconds.
         self._looked: dict[str, float] = {}
-        # Those whose connections are open.
+        # The runs whose connections are open.
         self._connected: set[str] = set()
         self._rows: dict[str, tuple[Listed | None, list[Row]]] = {}
 
@@ -216,7 +216,7 @@ class Survey:
             self._list.close()
 
     def _ordered(self, runs: Iterable[str]) -> list[str]:
-        """Those first whose last look is longest ago."""
+        """The runs in the order of their last looks, the longest ago first."""
         return sorted(runs, key=lambda run: self._looked.get(run, 0.0))
 
     def _hang_up(self, seen: Seen) -> None:

@@ -402,7 +402,7 @@ def _unless_exhausted() -> Iterator[None]:
 
 
 def _binds(family: int, target: tuple[object, ...]) -> bool:
-    # Whose it is cannot be told without a socket, and `loopback` would keep the answer.
+    # Only a socket tells which host has the address, and `loopback` would keep the answer.
     with _unless_exhausted(), socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind(target)
         return True

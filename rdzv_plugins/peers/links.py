@@ -2,11 +2,11 @@
 
 The kernel ends the connections of a process that dies, within a millisecond. A link that ends
 without a farewell is dialled again: where nobody listens any more, or somebody else answers, the
-process is gone, as far as this host can tell. Silence tells nothing, nor does a link that ends and
-is answered again. Nor does a refusal while the node's own link to this one stands: neighbours have
-one each way, and a process that dies ends both. Nor does a link of which the two ends see different
-addresses: what stands between them, such as a sidecar proxy, ends it and refuses for a node that
-lives. That is evidence, and no verdict: a firewall may refuse too.
+process is gone, as far as this host can tell. That is evidence, and no verdict: a firewall may
+refuse too. Three things tell nothing: silence, or a link that ends and is answered again; a refusal
+while the node's own link to this one stands, since neighbours have one each way, and a process that
+dies ends both; and a link whose two ends see different addresses, since what stands between them,
+such as a sidecar proxy, ends the link and refuses for a node that lives.
 
 Each end says in one character how it stands with the store, once the link is made and as that
 changes: a store that refuses one node may accept others, who go on without it.
@@ -413,11 +413,11 @@ class _Peer:
         self._at = 0
         self._line: _Dialled | None = None
         self._ended = False
-        # So many dials in a row were refused, or somebody else answered.
+        # How many dials in a row were refused, or were answered by somebody else.
         self._noes = 0
         # Whether both ends of its link saw the same addresses; None: it had none yet.
         self._direct: bool | None = None
-        # So many links in a row lasted for a moment only.
+        # How many links in a row lasted for a moment only.
         self._short = 0
         # It was found gone, and has not answered since.
         self._is_gone = False

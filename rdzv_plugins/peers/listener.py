@@ -1,7 +1,7 @@
 """One socket that listens, and one thread, for what nodes of a run ask of each other directly.
 
-Who connects sends a greeting. Nobody is told anything who does not know one that is answered here,
-and whoever takes long for it, or sends something else, is dropped.
+A client that connects sends a greeting. A client that knows none of those that are answered here is
+told nothing, and one that takes long for it, or sends something else, is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rdzv_plugins.peers.addresses import ANY_PORT, listen
 __all__ = ["Line", "Listener", "unforked"]
 
 _GREETING_SECONDS = 5.0
-# Of those that have not greeted yet, or that have something to exchange.
+# Clients that have not greeted yet, or that have something to exchange.
 _MOST_CLIENTS = 16
 _MOST_ACCEPTED_AT_ONCE = 16
 # After this process had no descriptor left.

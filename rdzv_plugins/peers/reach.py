@@ -77,7 +77,7 @@ class Reach:
             try:
                 look_at_all()
             except Exception as error:
-                # Of a host that has run out of something nobody can tell whom it reaches.
+                # Where this host has run out of something, nobody can tell which nodes it reaches.
                 if exhausted(error) is None:
                     raise
 

@@ -20,11 +20,11 @@ The rule for a node whose workers failed in a round of this package's handler:
    run. The failures of the other nodes follow from that. They wait for the restart or the end, and
    count their own failure only if neither comes.
 
-So a script that always fails ends the job at once, a job whose node was killed continues, and a
+Hence a script that always fails ends the job at once, a job whose node was killed continues, and a
 failure that ends the workers of all nodes counts once, on one node. Nothing shows whether the other
 nodes failed because of it or on their own: with ``--max-restarts=K`` a script that always fails is
 tried up to K times per node. Agents check their workers ten times a second
-(``--monitor-interval``): of failures closer together, any may be taken for the first.
+(``--monitor-interval``): where failures are closer together, any may be taken for the first.
 
 Time in which the store does not answer does not count, because the leader cannot decide either.
 With ``restart_on_loss=false`` a loss ends no round, and failures that follow from it count.

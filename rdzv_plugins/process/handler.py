@@ -317,7 +317,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 run_id=self._run_id,
                 round=document.round,
                 world_id=document.world_id,
-                # Of megabytes no worker could start.
+                # With megabytes in the environment no worker could start.
                 cause=plain(document.reason),
                 spares=document.waiting,
                 domain=self._settings.domain,

@@ -2,7 +2,7 @@
 
 torch's agent installs its signal handlers when its workers start, and announces nothing: at a
 signal it stops its workers, which may take as long as they need to save, and then exits. Before its
-first workers a signal ends the process at once. So a thread hears of every signal through the
+first workers a signal ends the process at once. Hence a thread hears of every signal through the
 wakeup descriptor of Python's `signal` module, whatever handler is installed; and until torch's
 handlers are, one of ours replaces the system's.
 """

@@ -209,7 +209,7 @@ class _Holder(msgspec.Struct, frozen=True):
 _HOLDERS = msgspec.json.Decoder(_Holder)
 # One write of so many bytes replaces all that stood there: a crash leaves the old or the new.
 _HOLDER_BYTES = 512
-# Of the run's id: for people, and so that all fits.
+# The run's id is cut to this length, so that all fits; it is for people.
 _ID_LENGTH = 64
 
 # The fences that a thread holds or waits for, by process and path: their descriptors. It would wait

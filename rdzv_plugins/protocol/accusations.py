@@ -25,10 +25,10 @@ __all__ = [
     "until_answered",
 ]
 
-# Of more than one in so many nodes, and at least so many, nobody is lost by accusations: a mesh
+# Accusations of at least _FEWEST nodes, and of more than one node in _LARGE_PART, lose nobody: a mesh
 # that restarts refuses for all, and what slows all nodes down keeps them from answering.
 _LARGE_PART, _FEWEST = 3, 8
-# So many stand in a document, of very many; the others follow.
+# A document names so many accused nodes at once; the others follow.
 _MOST_NAMED = 64
 # The accused is given so many times as much more as this node, or the accused by its own word, is
 # held up by, on a busy host or a store that is slow or far.

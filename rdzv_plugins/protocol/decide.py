@@ -462,7 +462,7 @@ def _turn(view: View, document: RoundDocument) -> float:
     turn = _spread(view, document)
     if rank is not None:
         before = (document.participants or document.previous)[:rank]
-        # Of a roster in shards this node knows its own rank only.
+        # This node knows only its own rank of a roster in shards.
         rank -= len({document.leader, *document.lost}.intersection(before))
         turn = min(turn, _TURN_SECONDS * rank)
     # Any other node is better than one that could not lead before.

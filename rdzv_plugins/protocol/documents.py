@@ -73,7 +73,7 @@ Ids = Annotated[tuple[Id, ...], Long]
 Pairs = Annotated[tuple[tuple[Id, Text], ...], Long]
 
 STATE_KEY = "state"
-# Of handler=torch: a pickle, which nothing here loads.
+# The state of handler=torch is a pickle, which nothing here loads.
 TORCH_STATE_KEY = "torch-state"
 BELL_KEY = "bell"
 NODES_PREFIX = "nodes/"

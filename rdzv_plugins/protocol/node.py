@@ -264,7 +264,7 @@ class Node:
     def order_withdrawal(self) -> None:
         """Give up the join: the agent that ordered it is gone. Like `order_join`."""
         if self._orders.join:
-            # Not taken up yet. Who ordered it was fit, and may report otherwise by now.
+            # Not taken up yet. The agent that ordered it was fit, and may report otherwise by now.
             self._orders.join, self._orders.unfit = False, ""
         self._orders.withdraw = True
 
@@ -478,7 +478,7 @@ class Node:
                 # read sees whether they go on without it.
                 yield from seen.read_document()
                 self._reads_first = False
-            self._take_orders()  # Of the meantime: what it beats next is not to be outdated.
+            self._take_orders()  # Again: what it beats next is not to be outdated.
             yield from self._heartbeat.keep_alive(self._lead.last_call())
         yield from seen.observe()
         while seen.refused:

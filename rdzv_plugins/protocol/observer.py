@@ -43,14 +43,14 @@ _REST_PER_RECORD = 20e-6
 _SHORTEST_REST = 0.5e-3
 
 _RANKS_KEPT = 4
-# Of so many nodes it is told that their records are not believed.
+# The log names so many nodes whose records are not believed.
 _REFUSED_KEPT = 16
 # A document does not go on by more rounds than this between two looks.
 _MOST_ROUNDS = 1 << 20
 # By so many milliseconds, at most, wall clocks are believed to differ: of two runs of an id that
 # began within less, either may be the later one.
 _CLOCKS_APART = 600_000
-# So many documents of another version are written over before they are told.
+# A leader overwrites so many documents of another version before it says so.
 _MOST_STRANGE = 8
 _OUTDATED_KEPT = 16
 # After an outage another node may reconnect so much later than this one: as long as a node pauses
@@ -164,7 +164,7 @@ class Observer:
         self._lists = False
         self._runs: str | None = None  # The world_id of the round that `running_since` is of.
         self._grew: tuple[str, int] | None = None  # The document that `grown_since` is of.
-        self._leader_is: str | None = None  # Whose record `leader` is.
+        self._leader_is: str | None = None  # The node whose record `leader` is.
         self._listing = RecordCache(rules.lease, rules.sealed)
         # This node's rank by the digest of the shards that it has read, the last ones.
         self._ranks: dict[str, dict[str, int]] = {}
@@ -176,7 +176,7 @@ class Observer:
         self._mends = False
         # How many documents of another version stood there instead of the run's.
         self._strange = 0
-        # Those of whose records it has noted that they are not believed; "": the document.
+        # By node, why its record is not believed; "" stands for the document.
         self._refused: dict[str, str] = {}
         self._listed_at = float("-inf")
         self._shortest_lease = rules.lease
@@ -608,9 +608,9 @@ class Observer:
         What this node could not see proves nothing about others, and in an outage they cannot beat
         either. A short outage is taken out of each window. After a longer one, see `Rules.outage`,
         all windows begin again: each node's when it beats again or a lease later, for some are
-        connected again later than others. Whether requests failed, one was repeated by the store's
-        client until it was answered, or this process stood still, is all the same. Those who are
-        accused have little time, so theirs begins again after any of these, once they are back.
+        connected again later than others. It makes no difference whether requests failed, the
+        store's client repeated one until it was answered, or this process stood still. An accused
+        node has little time: its window begins again after any of these, once the node is back.
         """
         now, trouble, repeated = self._clock(), self._in_trouble, self._repeated
         away = now - self._answered - self._paused if self._answered is not None else 0.0

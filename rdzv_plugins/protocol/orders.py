@@ -1,7 +1,7 @@
 """Orders of people to a run: take nodes out, let nodes in, begin a new round, ask who lives.
 
-An order stands in the round document; its leader carries it out, and any heir of the leader. So it
-outlives whoever gave it, and needs nobody to run but the nodes themselves.
+An order stands in the round document; its leader or a successor carries it out. The
+order outlives the command that gave it, and needs nothing but the nodes themselves.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def drain(
     if document is None:
         return Given()
     found = {name: nodes_named(name, records) for name in names}
-    # Of a participant whose record the store has lost the id is a name too.
+    # Where the store has lost a participant's record, its id is a name too.
     found |= {name: [name] for name, nodes in found.items() if not nodes and document.names(name)}
     if unknown := tuple(name for name, nodes in found.items() if not nodes):
         return Given(document=document, unknown=unknown)
@@ -215,7 +215,7 @@ def include(giver: str, host: str) -> Effects[Given]:
 def accuse(giver: str, names: Collection[str]) -> Effects[Given]:
     """Ask nodes of the run to show that they live; nothing is changed if a name is unknown.
 
-    Those of `Given.ids` answer, if they live, by a heartbeat above the one in `Given.document`.
+    The nodes of `Given.ids` that live answer by a heartbeat above the one in `Given.document`.
     Nobody is lost for want of an answer: for that a participant must have found its process gone.
     """
     document, records = yield from _look()

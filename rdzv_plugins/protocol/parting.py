@@ -154,7 +154,7 @@ def goes_on_without(
         and fits(record, document)
         and (record.asks or _runs(document, node, record))
     ]
-    # Of so many newcomers nobody knows the names.
+    # Nobody knows the names of so many newcomers.
     others = others[newcomers.more :]
     return world_size(others, records, Sizes.of(rules)) > 0
 
@@ -174,7 +174,8 @@ def all_live(
 ) -> bool:
     """Whether all others of a round, the last one, have written their records since ``before``.
 
-    Who asks for the next round or left has done so too. False of many nodes: nobody looks at each.
+    A node that asks for the next round, or has left, has done so too. For many nodes the answer is
+    False: nobody looks at each.
     """
     return bool(last.participants) and all(
         (now := records.get(node)) is not None
@@ -198,8 +199,8 @@ def others_go_on(
 ) -> Effects[bool]:
     """Whether the others are enough for a round; ``left``: this node has said that it leaves.
 
-    Of nodes that leave at once, each has left before it looks at the others: the last one finds
-    that they are too few. In a large run only who leads looks, and who finds no leader.
+    Where several nodes leave at once, each has left before it looks at the others: the last one
+    finds that they are too few. In a large run only the leader looks, and a node that finds none.
 
     Args:
         newcomers, wall: as for `goes_on_without`.

@@ -149,7 +149,7 @@ def without_roster(view: View, at: Situation) -> RoundDocument:
     gone = [node for node in known if records[node].is_over]
     ran = document.phase is Phase.RUNNING
     cause = amended(Cause() if ran else document.cause, records, gone)
-    # Those that the cause names already are not in this roster, though they may be back.
+    # Nodes that the cause names already are not in this roster, though they may be back.
     of_it = [node for node in known if records[node].label not in cause.lost]
     # Some of these may have lost only their rank, and join again.
     cause = replace(cause, lost=cause.lost.and_more(max(0, shards.size - len(of_it))))

@@ -32,7 +32,7 @@ class Sizes:
 
     @classmethod
     def of(cls, rules: Rules) -> Sizes:
-        # Those of another node stand in the store, and are not ours to trust.
+        # This node's own rules: what another node's record says of them is not to be trusted.
         unit, segment = max(1, rules.node_unit), max(1, rules.segment)
         return cls(rules.min_nodes, rules.max_nodes, unit, segment)
 

@@ -27,7 +27,7 @@ KILLS = 4
 # Seconds within which a writer must connect and complete two writes.
 BEGINS_WITHIN = 30.0
 
-# Of those who write afterwards, in seconds.
+# The time-out of clients that write afterwards, in seconds.
 REQUEST_TIMEOUT = 5.0
 
 # A node's record, of which only the end changes, and a value of many packets.

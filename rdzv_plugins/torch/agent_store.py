@@ -2,7 +2,7 @@
 
 torch's agents use it twice: they exchange roles after the rendezvous, where each waits for a key of
 every other, and they meet in a barrier after their workers succeeded. If a key never comes, or the
-store refuses this node, an agent waits 300 s; in the exchange it then fails. So once the run has
+store refuses this node, an agent waits 300 s; in the exchange it then fails. Once the run has
 left the round, or this node takes itself for lost, this store answers the waiting reads itself. The
 agents reach their loops, find that they are to join again, and ask for the next round.
 

@@ -29,7 +29,7 @@ class KeyValueBackend(RendezvousBackend):
     this package's handler must never take for a round document. It is kept compressed, which makes
     room for four times the nodes where values are small, and lets a corrupt one be told.
 
-    Whoever can write that key can run code on every node, since torch's handler unpickles it.
+    A user who can write that key can run code on every node, since torch's handler unpickles it.
     """
 
     KEY = TORCH_STATE_KEY

@@ -45,7 +45,7 @@ POLICIES: tuple[Policy, ...] = (
     Selection(),
     Ranks(),
 )
-"""Of several answers the first counts; the nodes that one chooses are those for the next."""
+"""The first answer counts. Each policy chooses among the nodes that the one before has chosen."""
 
 
 def keeps_out(
@@ -60,7 +60,7 @@ def keeps_out(
 
 
 def refused(at: Situation, nodes: Collection[str]) -> Mapping[str, Reason]:
-    """Those of the nodes that the next round does not take."""
+    """Which of these nodes the next round does not take, and why."""
     found = NOTHING
     for policy in POLICIES:
         if nodes and (more := policy.admit(at, nodes)):

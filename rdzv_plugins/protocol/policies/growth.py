@@ -61,7 +61,7 @@ def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) 
 def last_call(rules: Rules, document: RoundDocument, size: int = 0) -> float:
     """Seconds that a forming round with enough nodes waits for more. Rule: growth.
 
-    A restart waits only for replacements, until it is as large as the last round. Those who are new
+    A restart waits only for replacements, until it is as large as the last round. New nodes
     were gathered while that ran.
 
     Args:

@@ -45,12 +45,12 @@ __all__ = [
     "told",
 ]
 
-# So many rounds in a row may not run because of links that fail for the first time.
+# Links that fail for the first time keep at most so many rounds in a row from running.
 _MOST_ROUNDS = 4
 # A node that has failed with so many others is at fault.
 _SEVERAL = 2
 
-# So many links a document keeps, of very many.
+# A document keeps at most so many links, and nodes that are out.
 _LINKS_KEPT, _OUT_KEPT = 64, 32
 
 # A node that takes more than twice the median is slow, but not one that takes no time at all.
@@ -313,7 +313,7 @@ def _failures(label: str, found: Found) -> list[str]:
 
 
 def slow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
-    """Whose exchange of data took over twice the median; empty: nobody's."""
+    """The nodes whose exchange of data took over twice the median, for people; empty: none."""
     found = [(node, it) for node, it in _findings(document, records) if it.partner and not it.why]
     if len(found) < 3:
         return ""

@@ -39,7 +39,7 @@ class NoProgress(Policy):
         if cause.drained or cause.excluded or at.document.restart:
             return after  # Orders of people count neither against the run nor for it.
         short = view.longest_uptime < view.rules.no_progress_uptime
-        # Nor does a round that ended for newcomers alone.
+        # A round that ended for newcomers alone does not count either.
         only_grows = cause == Cause(joined=cause.joined)
         count = after.short_rounds + (not only_grows) if short else 0
         return replace(after, short_rounds=count)

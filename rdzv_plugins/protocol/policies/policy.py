@@ -81,7 +81,7 @@ class Policy:
         return NOTHING
 
     def admit(self, at: Situation, nodes: Collection[str]) -> Mapping[str, Reason]:
-        """Those of the nodes that the next round does not take, and why. They wait.
+        """Which of these nodes the next round does not take, and why. They wait.
 
         Args:
             nodes: the live nodes that ask for the round which forms, or that wait while one runs.

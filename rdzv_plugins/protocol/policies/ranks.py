@@ -118,8 +118,8 @@ def old_places(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Ma
     """The place of each node in the round before the one that forms: its rank, or between two.
 
     The records tell it, also of nodes that are gone: theirs stay in the store until the next round
-    runs. Of a node whose record the store has lost only the order is known in which the run counts
-    on it; where the last round never ran, that is so of all.
+    runs. Where the store has lost a node's record, only the order is known in which the run counts
+    on its nodes; where the last round never ran, that holds for all nodes.
     """
     known = {
         node: record.rank
