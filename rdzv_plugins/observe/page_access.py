@@ -1,4 +1,4 @@
-"""Which clients may read what a server shows: the one rule of the dashboard, the exporter and the metrics.
+"""Which clients may read what the dashboard, the exporter and the metrics show: one rule.
 
 Without a token a server listens at loopback alone, and answers whoever asks for it by a name of
 loopback: a page of somebody else's, whose name resolves to this host, may not read what is here.

@@ -31,8 +31,9 @@ def open_store(
 
     It listens at ``address`` only, if that is an IP address of this host and torch lets it, else on
     all addresses. Its constructor dials the store, and looks up the name of what it dials first,
-    which takes 10 s where a DNS server does not answer. Hence it dials `loopback`, and what is dialled
-    there is handed on while the store is constructed. What is returned serves; it is no client.
+    which takes 10 s where a DNS server does not answer. Hence it dials `loopback`, and what is
+    dialled there is handed on while the store is constructed. The store that is returned serves; it
+    is no client.
 
     Args:
         timeout: seconds.

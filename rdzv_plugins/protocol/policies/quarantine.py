@@ -60,11 +60,12 @@ class Quarantine(Policy):
 def blamed(cause: Cause, rules: Rules) -> list[str]:
     """The hosts because of which a round ended early.
 
-    These are the hosts of lost nodes, and of nodes that failed and left; else the host whose workers
-    failed. Where the workers of several hosts failed, one failure may have caused the others, and
-    nobody is blamed. Nobody is blamed either where the round was ended for another reason, such as
-    a newcomer: workers fail as their peers stop for it. Where ``quarantine_after`` is not set, nobody is blamed for
-    workers that failed and start again: ``--max-restarts`` limits that.
+    These are the hosts of lost nodes, and of nodes that failed and left; else the host whose
+    workers failed. Where the workers of several hosts failed, one failure may have caused the
+    others, and nobody is blamed. Nobody is blamed either where the round was ended for another
+    reason, such as a newcomer: workers fail as their peers stop for it. Where ``quarantine_after``
+    is not set, nobody is blamed for workers that failed and start again: ``--max-restarts`` limits
+    that.
     """
     gave_up = tuple(label for label in cause.left.first if label in cause.failed)
     if to_blame := _hosts(Names((*cause.lost.first, *gave_up))):
