@@ -25,8 +25,8 @@ __all__ = [
     "until_answered",
 ]
 
-# Accusations of at least _FEWEST nodes, and of more than one in _LARGE_PART, lose nobody: a mesh that
-# restarts refuses for all nodes, and what slows all of them down keeps them from answering.
+# Accusations of at least _FEWEST nodes, and of more than one in _LARGE_PART, lose nobody: a mesh
+# that restarts refuses for all nodes, and what slows all of them down keeps them from answering.
 _LARGE_PART, _FEWEST = 3, 8
 # A document names so many accused nodes at once; the others follow.
 _MOST_NAMED = 64
