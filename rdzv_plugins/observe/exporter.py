@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -17,12 +17,12 @@ from prometheus_client.registry import Collector
 
 from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.observe.history import Row
-from rdzv_plugins.observe.inspection import Condition
+from rdzv_plugins.observe.inspection import Condition, Inspection
 from rdzv_plugins.observe.metrics import CAUSES, STATES, TABLE, By, Metric, MetricKind, causes_of
 from rdzv_plugins.observe.metrics_server import MetricsServer
 from rdzv_plugins.observe.page_access import PageAccess
 from rdzv_plugins.observe.survey import Seen, Survey
-from rdzv_plugins.protocol.documents import Phase
+from rdzv_plugins.protocol.documents import Phase, RoundDocument
 from rdzv_plugins.protocol.situation import to_join_again
 
 __all__ = ["EXPORTED", "Exporter"]
@@ -143,44 +143,45 @@ class Exporter(Collector):
         inspection = seen.inspection
         if seen.is_over or seen.error is not None or inspection is None:
             return
-        document = inspection.document
-        if document is None:
-            return
-        yield "rdzv_round", [], document.round
-        yield "rdzv_round_nodes", [], document.size
-        for phase in Phase:
-            yield "rdzv_phase", [phase.value], float(document.phase is phase)
-        ended = document.phase is Phase.FORMING and document.ran is not None
-        yield "rdzv_nodes_waiting", [], to_join_again(document) if ended else 0
-        numbers = dict.fromkeys(STATES, 0)
-        silence = _UNKNOWN
-        clocks: dict[str, float] = {}
-        for it in inspection.nodes():
-            if it.leader:
-                silence = it.silence
-            numbers[it.state.value] += 1
-            if it.clock is not None and it.address is not None:
-                clocks[it.address] = it.clock
-        for name, number in numbers.items():
-            yield "rdzv_nodes", [name], number
-        yield "rdzv_leader_silence_seconds", [], silence
-        newest = max((record.at for record in inspection.records.values()), default=0)
-        yield "rdzv_last_heartbeat_timestamp_seconds", [], newest or _UNKNOWN
-        yield "rdzv_phase_began_timestamp_seconds", [], document.since or _UNKNOWN
-        yield "rdzv_last_call_ends_timestamp_seconds", [], inspection.last_call_until or _UNKNOWN
-        if inspection.standing is not None:
-            yield "rdzv_store_members_up", [], inspection.standing.up
-        for host, seconds in clocks.items():
-            yield "rdzv_clock_difference_seconds", [host], seconds
-        rows = self._survey.rows(seen.run_id)
-        restarts = self._restarts.setdefault(seen.run_id, _Restarts())
+        if (document := inspection.document) is not None:
+            yield from _now(inspection, document)
+            yield from self._past(seen.run_id)
+
+    def _past(self, run_id: str) -> Iterator[tuple[str, Sequence[str], float]]:
+        rows = self._survey.rows(run_id)
+        restarts = self._restarts.setdefault(run_id, _Restarts())
         restarts.note(rows)
         for cause, number in restarts.by_cause.items():
             yield "rdzv_restarts_total", [cause], number
         formed = [row.seconds for row in rows if row.seconds is not None]
-        if formed:
-            for name in ("gathering", "last_call", "confirming"):
-                yield "rdzv_last_forming_seconds", [name], getattr(formed[-1], name)
+        for name in ("gathering", "last_call", "confirming") if formed else ():
+            yield "rdzv_last_forming_seconds", [name], getattr(formed[-1], name)
+
+
+def _now(
+    inspection: Inspection, document: RoundDocument
+) -> Iterator[tuple[str, Sequence[str], float]]:
+    yield "rdzv_round", [], document.round
+    yield "rdzv_round_nodes", [], document.size
+    for phase in Phase:
+        yield "rdzv_phase", [phase.value], float(document.phase is phase)
+    ended = document.phase is Phase.FORMING and document.ran is not None
+    yield "rdzv_nodes_waiting", [], to_join_again(document) if ended else 0
+    nodes = inspection.nodes()
+    numbers = Counter(it.state.value for it in nodes)
+    for name in STATES:
+        yield "rdzv_nodes", [name], numbers[name]
+    silence = next((it.silence for it in nodes if it.leader), _UNKNOWN)
+    yield "rdzv_leader_silence_seconds", [], silence
+    newest = max((record.at for record in inspection.records.values()), default=0)
+    yield "rdzv_last_heartbeat_timestamp_seconds", [], newest or _UNKNOWN
+    yield "rdzv_phase_began_timestamp_seconds", [], document.since or _UNKNOWN
+    yield "rdzv_last_call_ends_timestamp_seconds", [], inspection.last_call_until or _UNKNOWN
+    if inspection.standing is not None:
+        yield "rdzv_store_members_up", [], inspection.standing.up
+    clocks = {it.address: it.clock for it in nodes if it.address and it.clock is not None}
+    for host, seconds in clocks.items():
+        yield "rdzv_clock_difference_seconds", [host], seconds
 
 
 class _Restarts:

@@ -64,6 +64,11 @@ def test_the_protocol_and_the_registers_do_nothing_themselves() -> None:
                 assert room in allowed, f"{path.name} imports {name}"
 
 
+def test_the_contract_of_stores_does_not_know_how_options_are_parsed() -> None:
+    texts = (path.read_text() for path in (PACKAGE / "kv").rglob("*.py"))
+    assert not any("settings.parsing" in text for text in texts)
+
+
 def test_no_module_outside_stores_and_servers_knows_a_store() -> None:
     """Comments and docstrings may name one, as an example; what runs may not."""
     names = re.compile(rf"(?i)\b({'|'.join({*STORES, *servers.KINDS})})\b")
