@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 from kazoo.exceptions import UnimplementedError
@@ -334,40 +332,3 @@ def test_latency_of_a_slow_store() -> None:
     finding = store.check_latency(slow, 1e-7)
     assert finding.mark is Mark.WARNING
     assert "heartbeat_timeout" in finding.advice
-
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def found_by_the_product() -> dict[str, set[str]]:
-    """The marks that each check's findings can have by the source; "?": others too, perhaps."""
-    found: dict[str, set[str]] = {}
-    for path in (ROOT / "rdzv_plugins").rglob("*.py"):
-        if "Finding(" not in (code := path.read_text()):
-            continue
-        calls = [it for it in ast.walk(ast.parse(code)) if isinstance(it, ast.Call)]
-        made = [it.args[:2] for it in calls if ast.unparse(it.func) == "Finding"]
-        named = all(isinstance(what, ast.Constant) for _, what in made)
-        for mark, what in made:
-            if isinstance(what, ast.Constant):
-                marks = set(re.findall(r"Mark\.(\w+)", ast.unparse(mark)))
-                found.setdefault(str(what.value), set()).update(
-                    marks if marks and named else {*marks, "?"}
-                )
-    return found
-
-
-def test_the_page_has_each_check_and_says_when_it_warns_and_fails() -> None:
-    found = found_by_the_product()
-    page = (ROOT / "docs" / "check.md").read_text()
-    _, table = page.split("| check | of | warning | failed |\n")
-    rows = [line.strip("|").split("|") for line in table.split("\n\n")[0].splitlines()[1:]]
-    told = {tuple(re.findall("`([^`]+)`", row[0])): row[2:] for row in rows}
-    assert sorted(name for names in told for name in names) == sorted(found)
-    for names, cells in told.items():
-        marks = set[str]().union(*(found[name] for name in names))
-        for mark, cell in zip(("WARNING", "FAILED"), cells, strict=True):
-            if cell.strip():
-                assert marks & {mark, "?"}, f"{names} is never {mark}: {cell}"
-            else:
-                assert mark not in marks, f"{names}: when {mark}?"

@@ -20,6 +20,7 @@ import pytest
 
 from rdzv_plugins.cli.check import plan
 from rdzv_plugins.cli.check.job import Job
+from rdzv_plugins.cli.options import Access
 from rdzv_plugins.health import Gate, disk, gate_of, network, refuse_unknown_checks
 from rdzv_plugins.health.checks import CallCheck, CannotRunError, last_line
 from rdzv_plugins.health.command import CommandCheck
@@ -548,7 +549,7 @@ class TestRdzvCheck:
 
     def findings(self, **conf: str) -> list[Finding]:
         conf["heartbeat_timeout"] = "0.2"
-        made = plan.carry_out(Job.of("redis", "", conf_of(conf), None, "", "", ""))
+        made = plan.carry_out(Job.of(Access("redis", "", conf_of(conf)), None, "", "", ""))
         found = []
         for finding in made:
             found.append(finding)

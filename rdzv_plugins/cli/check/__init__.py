@@ -37,7 +37,7 @@ def check(
     from rdzv_plugins.cli.check import plan
     from rdzv_plugins.cli.check.job import Job
 
-    job = Job.of(access.backend, access.endpoint, access.conf, run_id, nnodes, local_addr, peers)
+    job = Job.of(access, run_id, nnodes, local_addr, peers)
     made = []
     for finding in plan.carry_out(job):
         made.append(finding)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ipaddress import ip_address
 
@@ -23,16 +23,14 @@ from rdzv_plugins.peers.addresses import (
     route_to,
 )
 from rdzv_plugins.peers.reach import gloo_fault
-from rdzv_plugins.settings.endpoint import Place
+from rdzv_plugins.settings.endpoint import Place, at
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.stores import client_class
 
 __all__ = ["check_address", "check_health", "check_peers"]
 
-# Seconds until an address counts as one that does not answer; all peers are dialled at once.
+# Seconds until an address counts as one that does not answer.
 _PATIENCE = 3.0
-# A resolver that hangs takes longer than a connection.
-_LONGEST_LOOKUP = 10.0
 
 
 def check_address(job: Job, settings: Settings) -> Iterator[Finding]:
@@ -43,61 +41,50 @@ def check_address(job: Job, settings: Settings) -> Iterator[Finding]:
     place = store.locate(job.endpoint) if store is not None else Place()
     hosts = place.dialled
     alone = job.nnodes is not None and job.nnodes[1] == 1
-    found = [str(it) for it in candidates()]
+    interface, network = settings.interface, settings.network
     try:
         own = node_address(
-            job.local_addr or None,
-            hosts,
-            interface=settings.interface,
-            network=settings.network,
-            alone=alone,
+            job.local_addr or None, hosts, interface=interface, network=network, alone=alone
         )
     except ValueError as error:
         yield Finding(Mark.FAILED, "address", str(error), "see: ip address")
         return
-    address = own.address
+    address, found = own.address, [str(it) for it in candidates()]
     values: dict[str, object] = {"address": address, "why": own.why, "candidates": found}
     advice = "name an address of this host with --local-addr, interface= or network="
     try:
         port = dial_self(address, _PATIENCE, settings.ports)
     except (OSError, UnicodeError) as error:
+        text = f"this host cannot be reached at '{address}' ({error})"
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             text = f"no port of master_port={settings.master_port} is free at '{address}'"
-            yield Finding(
-                Mark.FAILED, "address", text, "name more, or end what listens there", values
-            )
-            return
-        text = f"this host cannot be reached at '{address}' ({error})"
+            advice = "name more, or end what listens there"
         yield Finding(Mark.FAILED, "address", text, advice, values)
         return
     among = f"; this host has {', '.join(found)}" if len(found) > 1 else ""
     text = (
         f"other nodes dial '{address}' ({own.why}{among}); port {port} was opened and dialled there"
     )
-    if not _is_ip(address):
-        text += "; each of them must resolve that name"
     others = [[host] for host in hosts] + [[(host, port or 1)] for host, port in job.peers]
     elsewhere = any(is_out_of_reach("localhost", other) for other in others)
-    if not _is_loopback(address):
-        yield Finding(Mark.OK, "address", text, values=values)
-    elif alone or not (elsewhere or job.local_addr):
+    mark = Mark.OK
+    if not _is_ip(address):
+        text += "; each of them must resolve that name"
+    if _is_loopback(address) and (alone or not (elsewhere or job.local_addr)):
         text += "; it is loopback: only nodes on this host reach it"
-        yield Finding(Mark.OK, "address", text, values=values)
-    else:
+    elif _is_loopback(address):
         why = ", but the store or a peer is on another host" if elsewhere else ""
         text = f"'{address}' is loopback{why}: nodes on other hosts cannot reach this one"
-        yield Finding(Mark.WARNING, "address", text, advice, values)
-    yield from _of_several_hosts(job, address, elsewhere, store, place)
+        mark = Mark.WARNING
+    yield Finding(mark, "address", text, advice if mark is Mark.WARNING else "", values)
+    if not alone and (elsewhere or job.nnodes is not None):
+        yield from _of_several_hosts(address, store, place)
 
 
 def _of_several_hosts(
-    job: Job, address: str, elsewhere: bool, store: type[KeyValueClient] | None, place: Place
+    address: str, store: type[KeyValueClient] | None, place: Place
 ) -> Iterator[Finding]:
-    """Findings that keep nodes of several hosts apart, if the job is to have some."""
-    if job.nnodes is None and not elsewhere:
-        return
-    if job.nnodes is not None and job.nnodes[1] == 1:
-        return
+    """Findings that keep nodes of several hosts apart."""
     if store is not None and is_at_loopback(place):
         yield _of_own_store(store)
     if fault := gloo_fault(address):
@@ -121,30 +108,13 @@ def _of_own_store(store: type[KeyValueClient]) -> Finding:
 
 
 def check_peers(job: Job) -> Iterator[Finding]:
-    """Dial each peer; of a peer without a port, look up name and route only."""
-    outcomes: dict[int, Finding] = {}
-
-    def dial(number: int, host: str, port: int | None) -> None:
-        outcomes[number] = _dial(host, port)
-
-    threads = [
-        threading.Thread(target=dial, args=(n, *peer), name="rdzv-check-peer", daemon=True)
-        for n, peer in enumerate(job.peers)
-    ]
-    deadline = time.monotonic() + _LONGEST_LOOKUP + _PATIENCE
-    for thread in threads:
-        thread.start()
-    for number, (thread, (host, _)) in enumerate(zip(threads, job.peers, strict=True)):
-        thread.join(max(0.0, deadline - time.monotonic()))
-        slow = Finding(
-            Mark.FAILED, "peer", f"'{host}': its name was not resolved in time", "check the DNS"
-        )
-        yield outcomes.get(number, slow)
+    """Dial all peers at once; of a peer without a port, look up name and route only."""
+    with ThreadPoolExecutor(len(job.peers) or 1, "rdzv-check-peer") as pool:
+        yield from pool.map(lambda peer: _dial(*peer), job.peers)
 
 
 def _dial(host: str, port: int | None) -> Finding:
-    where = f"[{host}]" if ":" in host else host
-    where = f"{where}:{port}" if port else where
+    where = at(host, port) if port else host
     values = {"host": host, "port": port}
     try:
         if port is None:
@@ -153,9 +123,8 @@ def _dial(host: str, port: int | None) -> Finding:
             if route is None:
                 raise OSError("there is no route to it")
             text = f"'{host}' is {found[0][4][0]}, with a route from {route}; nothing was dialled"
-            return Finding(
-                Mark.OK, "peer", text, "name a port that it listens on to dial it", values
-            )
+            advice = "name a port that it listens on to dial it"
+            return Finding(Mark.OK, "peer", text, advice, values)
         began = time.perf_counter()
         socket.create_connection((host, port), _PATIENCE).close()
     except (OSError, UnicodeError) as error:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from rdzv_plugins.cli.options import parse_conf
+from rdzv_plugins.cli.options import Access, parse_conf
 from rdzv_plugins.entry_points import refuse_without_torch
 from rdzv_plugins.health import refuse_unknown_checks
 from rdzv_plugins.kv import KeyValueClient
@@ -61,53 +62,36 @@ class Job:
     nnodes: tuple[int, int] | None = None
     local_addr: str = ""
     peers: tuple[tuple[str, int | None], ...] = ()
-    malformed: tuple[Finding, ...] = ()
+    malformed: Sequence[Finding] = ()
 
     @classmethod
     def of(
-        cls,
-        backend: str,
-        endpoint: str,
-        conf: str,
-        run_id: str | None,
-        nnodes: str,
-        local_addr: str,
-        peers: str,
+        cls, access: Access, run_id: str | None, nnodes: str, local_addr: str, peers: str
     ) -> Job:
         """Parse the arguments; what is malformed counts as not given."""
-        malformed = []
-        options: dict[str, str] = {}
-        parsed_nnodes, parsed_peers = None, []
-        try:
-            wanted = "" if run_id is None else refuse_unless_possible(run_id)
-        except ValueError as error:
-            malformed.append(Finding(Mark.FAILED, "run", str(error)))
-            wanted = ""
+        malformed: list[Finding] = []
+
+        def parsed(what: str, parse: Callable[[str], Any], text: str, otherwise: Any) -> Any:
+            try:
+                return parse(text)
+            except ValueError as error:
+                malformed.append(Finding(Mark.FAILED, what, str(error)))
+                return otherwise
+
+        wanted = parsed("run", refuse_unless_possible, run_id, "") if run_id is not None else ""
         if (why := why_no_log_folder(wanted)) is not None:
             found, advice = f"{why}: no worker starts", "use another id, or --log-dir=/dev/null"
             malformed.append(Finding(Mark.WARNING, "run", found, advice))
-        try:
-            options = parse_conf(conf)
-        except ValueError as error:
-            malformed.append(Finding(Mark.FAILED, "options", str(error)))
-        try:
-            parsed_nnodes = parse_nnodes(nnodes) if nnodes else None
-        except ValueError as error:
-            malformed.append(Finding(Mark.FAILED, "nnodes", str(error)))
-        try:
-            parsed_peers = parse_peers(peers)
-        except ValueError as error:
-            malformed.append(Finding(Mark.FAILED, "peers", str(error)))
         return cls(
-            backend=backend,
-            endpoint=endpoint,
-            conf=options,
+            backend=access.backend,
+            endpoint=access.endpoint,
+            conf=parsed("options", parse_conf, access.conf, {}),
             environ=dict(os.environ),
             run_id=wanted,
-            nnodes=parsed_nnodes,
+            nnodes=parsed("nnodes", parse_nnodes, nnodes, None) if nnodes else None,
             local_addr=local_addr,
-            peers=tuple(parsed_peers),
-            malformed=tuple(malformed),
+            peers=tuple(parsed("peers", parse_peers, peers, ())),
+            malformed=malformed,
         )
 
 
@@ -147,66 +131,65 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
 
     A connection without an option that is misspelt could send a password where it must not go.
     """
-    wrong: list[tuple[str, str]] = []
-    options: Any = None
-    client: type[KeyValueClient] | None = None
+    options, client, wrong = None, None, list[str]()
     try:
         client = client_class(job.backend)
     except ValueError as error:
         yield Finding(Mark.FAILED, "backend", str(error))
     ours = option_names(Settings)
     theirs = option_names(client.options) if client else []
-    of_handler = refused_options(Settings, job.conf, job.environ)
-    if client:
-        wrong = unknown_options(job.conf, [*ours, *theirs])
-        wrong += refused_options(client.options, job.conf, job.environ)
-    settings = _settings(job, [name for name, _ in of_handler])
-    unfit = _torch()
-    if unfit is not None:
+    refused = refused_options(Settings, job.conf, job.environ)
+    settings = _settings(job, [name for name, _ in refused])
+    if unfit := _torch():
         yield unfit
-    elif settings.handler == "torch":
-        from rdzv_plugins.torch.dynamic_handler import check_settings
-
-        try:
-            check_settings(settings)
-        except ValueError as error:
-            of_handler.append(("handler", str(error)))
-    try:
-        refuse_unknown_checks(settings)
-    except ValueError as error:
-        of_handler.append(("checks", str(error)))
-    try:
-        refuse_open_metrics(settings)
-    except ValueError as error:
-        of_handler.append(("metrics_host", str(error)))
-    if settings.handler != "torch" and job.nnodes is not None:
-        try:
-            Sizes(*job.nnodes, settings.node_unit, settings.segment).refuse_if_impossible()
-        except ValueError as error:
-            of_handler.append(("node_unit", str(error)))
+    of_handler = [why for _, why in refused]
+    of_handler += _faults(_rules(job, settings, with_torch=unfit is None))
+    told: list[tuple[str, str]] = []
+    if client:
+        wrong = [why for _, why in unknown_options(job.conf, [*ours, *theirs])]
+        wrong += [why for _, why in refused_options(client.options, job.conf, job.environ)]
+        told = [*strange_variables(job.environ, [*ours, *theirs], job.backend)]
     if client and not wrong:
         try:
             # Each option is valid by itself; a store may refuse them together.
             options = parse_options(client.options, _only(theirs, job.conf), job.environ)
         except ValueError as error:
-            wrong.append(("", str(error)))
-    for _, why in (*of_handler, *wrong):
+            wrong = [str(error)]
+    for why in (*of_handler, *wrong):
         yield Finding(Mark.FAILED, "options", why)
-    told = [*strange_variables(job.environ, [*ours, *theirs], job.backend)] if client else []
     for found, advice in told:
         yield Finding(Mark.WARNING if advice else Mark.OK, "environment", found, advice)
     idle = [] if of_handler else idle_options(job.conf, job.environ, settings, job.nnodes)
     for line in (*without_effect(job.conf, [*ours, *theirs]), *idle):
         yield Finding(Mark.OK, "options", line)
-    if not (job.malformed or of_handler or wrong or told) and client:
+    if client is None or wrong or any(finding.what == "options" for finding in job.malformed):
+        return None
+    if not (job.malformed or of_handler or told):
         known = {ENVIRONMENT_PREFIX + name.upper() for name in (*ours, *theirs)}
         here = len(known & job.environ.keys())
         found = f"{len(job.conf)} in --rdzv-conf and {here} in the environment are valid"
         yield Finding(Mark.OK, "options", found)
-    malformed = any(finding.what == "options" for finding in job.malformed)
-    if client is None or wrong or malformed:
-        return None
     return Chosen(client, options, settings)
+
+
+def _rules(job: Job, settings: Settings, *, with_torch: bool) -> Iterator[Callable[[], None]]:
+    """What the handler refuses at its start."""
+    yield partial(refuse_unknown_checks, settings)
+    yield partial(refuse_open_metrics, settings)
+    if settings.handler != "torch" and job.nnodes is not None:
+        yield Sizes(*job.nnodes, settings.node_unit, settings.segment).refuse_if_impossible
+    if settings.handler == "torch" and with_torch:
+        from rdzv_plugins.torch.dynamic_handler import check_settings
+
+        yield partial(check_settings, settings)
+
+
+def _faults(rules: Iterable[Callable[[], None]]) -> Iterator[str]:
+    for rule in rules:
+        try:
+            rule()
+        except ValueError as error:
+            yield str(error)
 
 
 def check_secrets(job: Job, chosen: Chosen) -> Iterator[Finding]:
