@@ -319,7 +319,6 @@ class Driver:
                 if self._hold_links is not None:
                     self._hold_links(dict(peers), standing)
                 return None
-                return None
             case effects.Tell():
                 return self._log.tell(request)
             case effects.RecordHistory(record) | effects.Register(record):
