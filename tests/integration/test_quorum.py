@@ -36,7 +36,8 @@ from rdzv_plugins.stores.quorum import registers
 from rdzv_plugins.stores.quorum.attending import look_at
 from rdzv_plugins.stores.quorum.client import Client
 from rdzv_plugins.stores.quorum.members import Members, Options
-from rdzv_plugins.stores.quorum.wire import CLIENT, Wire, encode, identify
+from rdzv_plugins.stores.quorum.server import MemberThread
+from rdzv_plugins.stores.quorum.wire import CLIENT, NODE, Wire, encode, identify
 from rdzv_plugins.testing import KeyValueConformance, Store, TorchConformance
 from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import Background
@@ -531,6 +532,32 @@ def test_another_secret_is_refused_at_once(
     assert time.monotonic() - began < 20
     longest_gap(own, 0.5)
     own.close()
+
+
+def test_a_node_that_waits_stays_connected(hosts: Hosts) -> None:
+    """A member that was drained leaves once it sees no node."""
+    hosts.start(1, 2, 3)
+    attending: list[Any] = [*hosts._attendances.values()]
+    members: list[MemberThread] = [it._member for it in attending]
+
+    def connected() -> list[set[Wire]]:
+        every = [[*it._wires.values()] for it in members]
+        return [{wire for wire in wires if wire.peer == NODE} for wires in every]
+
+    with contextlib.closing(hosts.open(1)) as client:
+        version = client.put("key", b"value")
+        client.wait("key", version, 0.1)
+        assert until(lambda: all(connected()), 10)
+        before = connected()
+        for _ in range(5):
+            client.wait("key", version, 0.05)
+        waits = Background(lambda: client.wait("key", version, 30))
+        assert not waits.done(0.2)
+        client.interrupt()
+        waits.result(10)
+        assert connected() == before
+        # No member keeps a wait that was given up.
+        assert max(sum(map(len, it._watches.values())) for it in members) == 1
 
 
 @pytest.mark.parametrize(

@@ -159,15 +159,21 @@ class Registers:
         except IndexError:
             greets_as = NODE if self.is_node else CLIENT
             links = _Links(self._places, self._cluster, self._secret, greets_as)
+        is_whole = False
         try:
             answer = request(links)
-        except BaseException:
-            links.close()
+            is_whole = True
+            return answer
+        except (TimeoutError, WokenError):
+            is_whole = True  # A node must not seem to leave as often as a wait ends.
             raise
-        self._idle.append(links)
-        if self._closed:
-            self.renew()
-        return answer
+        finally:
+            if is_whole:
+                self._idle.append(links)
+            else:
+                links.close()
+            if self._closed:
+                self.renew()
 
 
 class _Links:

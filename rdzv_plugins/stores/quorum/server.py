@@ -99,8 +99,9 @@ class MemberThread(threading.Thread):
         self._dials: dict[int, Wire] = {}
         self._dial_at = now
         self._turn = 0
-        # By key: who waits for it, with the number of the request and the ballot that is known.
-        self._watches: dict[str, dict[tuple[int, int], Watch]] = {}
+        # By key: the connections that wait for it, each with the number of its request; and back.
+        self._watches: dict[str, dict[int, tuple[int, Watch]]] = {}
+        self._watched: dict[int, str] = {}
         self._ending = threading.Event()
         self._waker, self._woken = socket.socketpair()
         listener.setblocking(False)
@@ -212,11 +213,7 @@ class MemberThread(threading.Thread):
         for lines in (self._peers, self._dials):
             for peer in [peer for peer, it in lines.items() if it is wire]:
                 del lines[peer]
-        for key, waiting in [*self._watches.items()]:
-            for waiter in [it for it in waiting if it[0] == number]:
-                del waiting[waiter]
-            if not waiting:
-                del self._watches[key]
+        self._forget_watch(number)
 
     def _serve(self, wire: Wire, events: int) -> None:
         stranger = wire.peer is None
@@ -274,8 +271,10 @@ class MemberThread(threading.Thread):
         number, request = _decode_request(frame)
         answer: Any = self.member.answer(request, now)
         if isinstance(request, Watch) and isinstance(answer, Found) and not answer.held:
-            waiter = wire.line.fileno(), number
-            self._watches.setdefault(request.key, {})[waiter] = request
+            line = wire.line.fileno()
+            self._forget_watch(line)  # A client has one request at a time: it gave that one up.
+            self._watches.setdefault(request.key, {})[line] = number, request
+            self._watched[line] = request.key
             return
         wire.send(encode(number, answer))
         if isinstance(answer, Accepted) and isinstance(request, Accept):
@@ -284,15 +283,24 @@ class MemberThread(threading.Thread):
     def _tell(self, key: str, now: float) -> None:
         """Answer those who wait for this register."""
         waiting = self._watches.pop(key, {})
-        for (number, request_number), request in waiting.items():
+        for number, (request_number, request) in waiting.items():
+            del self._watched[number]
             self._send(number, encode(request_number, self.member.answer(request, now)))
 
     def _refuse_all(self) -> None:
         """Have all look again: this member left its generation, or began another one."""
         watches, self._watches = self._watches, {}
+        self._watched.clear()
         for waiting in watches.values():
-            for number, request_number in waiting:
+            for number, (request_number, _) in waiting.items():
                 self._send(number, encode(request_number, Refused(NEVER)))
+
+    def _forget_watch(self, number: int) -> None:
+        key = self._watched.pop(number, None)
+        if key is not None:
+            del self._watches[key][number]
+            if not self._watches[key]:
+                del self._watches[key]
 
     def _deliver(self, sent: Sent) -> None:
         for peer, message in sent:
