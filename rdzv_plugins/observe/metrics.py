@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from importlib import import_module
@@ -92,7 +92,7 @@ class By(StrEnum):
     BOTH = "both"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """A row of the table.
 
@@ -106,180 +106,76 @@ class Metric:
 
     name: str
     kind: MetricKind
-    text: str
     by: By = By.NODE
     labels: tuple[str, ...] = ()
     of_run: bool = True
     buckets: tuple[float, ...] = ()
+    text: str = field(kw_only=True)
 
 
 TABLE = (
-    Metric(
-        name="rdzv_info",
-        kind=MetricKind.GAUGE,
-        labels=("run", "node", "backend", "version"),
-        text="1; its labels say which node of which run this is",
-    ),
-    Metric(
-        name="rdzv_condition",
-        kind=MetricKind.GAUGE,
-        by=By.EXPORTER,
-        labels=("condition",),
-        text="1 for the condition of the run, else 0: running, forming, dead or closed; NaN until"
-        " its heartbeats have been watched for long enough",
-    ),
-    Metric(
-        name="rdzv_rounds_total",
-        kind=MetricKind.COUNTER,
-        text="rounds in which this node's agent got a rank",
-    ),
-    Metric(
-        name="rdzv_restarts_total",
-        kind=MetricKind.COUNTER,
-        by=By.BOTH,
-        labels=("cause",),
+    Metric("rdzv_info", MetricKind.GAUGE, labels=("run", "node", "backend", "version"),
+        text="1; its labels say which node of which run this is"),
+    Metric("rdzv_condition", MetricKind.GAUGE, By.EXPORTER, labels=("condition",),
+        text="1 for the condition of the run, else 0: running, forming, dead or closed; NaN until "
+        "its heartbeats have been watched for long enough"),
+    Metric("rdzv_rounds_total", MetricKind.COUNTER,
+        text="rounds in which this node's agent got a rank"),
+    Metric("rdzv_restarts_total", MetricKind.COUNTER, By.BOTH, labels=("cause",),
         text="rounds after the first of the node, or of the run, by what became of which nodes: "
-        "lost, left, failed (their workers), joined, evicted, held, drained, excluded, or other; "
-        "one round counts once for each of its causes",
-    ),
-    Metric(
-        name="rdzv_forming_seconds",
-        kind=MetricKind.HISTOGRAM,
-        labels=("phase",),
+        "lost, left, failed (their workers), joined, evicted, held, drained, excluded, or "
+        "other; one round counts once for each of its causes"),
+    Metric("rdzv_forming_seconds", MetricKind.HISTOGRAM, labels=("phase",),
         buckets=_FORMING_BUCKETS,
-        text="seconds that a round took to form: gathering, from this node's request until it saw"
-        " its rank, and confirming, until all nodes had seen theirs",
-    ),
-    Metric(
-        name="rdzv_last_forming_seconds",
-        kind=MetricKind.GAUGE,
-        by=By.EXPORTER,
-        labels=("phase",),
-        text="seconds that the last round took to form: gathering with the last call, how much of"
-        " that was the last_call, and confirming",
-    ),
-    Metric(
-        name="rdzv_round",
-        kind=MetricKind.GAUGE,
-        by=By.BOTH,
-        text="number of the round, as last read",
-    ),
-    Metric(
-        name="rdzv_round_nodes",
-        kind=MetricKind.GAUGE,
-        by=By.BOTH,
-        text="nodes that have a rank in it; 0 while it forms",
-    ),
-    Metric(
-        name="rdzv_phase",
-        kind=MetricKind.GAUGE,
-        by=By.BOTH,
-        labels=("phase",),
-        text="1 for the phase in which it is, else 0: forming, confirming, running or closed",
-    ),
-    Metric(
-        name="rdzv_phase_began_timestamp_seconds",
-        kind=MetricKind.GAUGE,
-        by=By.BOTH,
-        text="when the phase of rdzv_phase began, on the wall clock of the node that led; NaN once"
-        " the run is closed",
-    ),
-    Metric(
-        name="rdzv_last_call_ends_timestamp_seconds",
-        kind=MetricKind.GAUGE,
-        by=By.BOTH,
-        text="when the last call of the round ends that forms, on its leader's wall clock; NaN"
-        " where none runs",
-    ),
-    Metric(
-        name="rdzv_nodes",
-        kind=MetricKind.GAUGE,
-        by=By.BOTH,
-        labels=("state",),
-        text=f"nodes of the run by state: {', '.join(STATES)}; of the nodes, only the one that "
-        "leads reports it",
-    ),
-    Metric(
-        name="rdzv_nodes_waiting",
-        kind=MetricKind.GAUGE,
-        by=By.BOTH,
-        text="what num_nodes_waiting() returns to this node's agent, or to the agents of the last"
-        " round: above 0, they are to join the next one",
-    ),
-    Metric(
-        name="rdzv_leads",
-        kind=MetricKind.GAUGE,
-        text="1 if this node leads the run, else 0",
-    ),
-    Metric(
-        name="rdzv_heartbeat_age_seconds",
-        kind=MetricKind.GAUGE,
-        text="seconds since this node last wrote its heartbeat",
-    ),
-    Metric(
-        name="rdzv_last_heartbeat_timestamp_seconds",
-        kind=MetricKind.GAUGE,
-        by=By.EXPORTER,
-        text="when the newest heartbeat of the run was written, on the wall clock of its node",
-    ),
-    Metric(
-        name="rdzv_leader_silence_seconds",
-        kind=MetricKind.GAUGE,
-        by=By.BOTH,
-        text="seconds since the leader's heartbeat was last seen to move: by this node, 0 on the"
-        " leader itself, or by the exporter, which looks when it is scraped",
-    ),
-    Metric(
-        name="rdzv_lease_seconds",
-        kind=MetricKind.GAUGE,
-        text="seconds without a heartbeat after which this node is lost",
-    ),
-    Metric(
-        name="rdzv_clock_difference_seconds",
-        kind=MetricKind.GAUGE,
-        by=By.EXPORTER,
-        labels=("host",),
-        text="seconds by which the wall clock of a host is ahead of the exporter's, or behind it if"
-        " negative; only of hosts that are off by more than 5 s",
-    ),
-    Metric(
-        name="rdzv_store_request_seconds",
-        kind=MetricKind.HISTOGRAM,
-        labels=("kind",),
+        text="seconds that a round took to form: gathering, from this node's request until it saw "
+        "its rank, and confirming, until all nodes had seen theirs"),
+    Metric("rdzv_last_forming_seconds", MetricKind.GAUGE, By.EXPORTER, labels=("phase",),
+        text="seconds that the last round took to form: gathering with the last call, how much of "
+        "that was the last_call, and confirming"),
+    Metric("rdzv_round", MetricKind.GAUGE, By.BOTH, text="number of the round, as last read"),
+    Metric("rdzv_round_nodes", MetricKind.GAUGE, By.BOTH,
+        text="nodes that have a rank in it; 0 while it forms"),
+    Metric("rdzv_phase", MetricKind.GAUGE, By.BOTH, labels=("phase",),
+        text="1 for the phase in which it is, else 0: forming, confirming, running or closed"),
+    Metric("rdzv_phase_began_timestamp_seconds", MetricKind.GAUGE, By.BOTH,
+        text="when the phase of rdzv_phase began, on the wall clock of the node that led; NaN "
+        "once the run is closed"),
+    Metric("rdzv_last_call_ends_timestamp_seconds", MetricKind.GAUGE, By.BOTH,
+        text="when the last call of the round ends that forms, on its leader's wall clock; NaN "
+        "where none runs"),
+    Metric("rdzv_nodes", MetricKind.GAUGE, By.BOTH, labels=("state",),
+        text=f"nodes of the run by state: {', '.join(STATES)}; of the nodes, only "
+        "the one that leads reports it"),
+    Metric("rdzv_nodes_waiting", MetricKind.GAUGE, By.BOTH,
+        text="what num_nodes_waiting() returns to this node's agent, or to the agents of the last "
+        "round: above 0, they are to join the next one"),
+    Metric("rdzv_leads", MetricKind.GAUGE, text="1 if this node leads the run, else 0"),
+    Metric("rdzv_heartbeat_age_seconds", MetricKind.GAUGE,
+        text="seconds since this node last wrote its heartbeat"),
+    Metric("rdzv_last_heartbeat_timestamp_seconds", MetricKind.GAUGE, By.EXPORTER,
+        text="when the newest heartbeat of the run was written, on the wall clock of its node"),
+    Metric("rdzv_leader_silence_seconds", MetricKind.GAUGE, By.BOTH,
+        text="seconds since the leader's heartbeat was last seen to move: by this node, 0 on the "
+        "leader itself, or by the exporter, which looks when it is scraped"),
+    Metric("rdzv_lease_seconds", MetricKind.GAUGE,
+        text="seconds without a heartbeat after which this node is lost"),
+    Metric("rdzv_clock_difference_seconds", MetricKind.GAUGE, By.EXPORTER, labels=("host",),
+        text="seconds by which the wall clock of a host is ahead of the exporter's, or behind it "
+        "if negative; only of hosts that are off by more than 5 s"),
+    Metric("rdzv_store_request_seconds", MetricKind.HISTOGRAM, labels=("kind",),
         buckets=_REQUEST_BUCKETS,
-        text="seconds of a request to the store with its retries, by the client's method: get,"
-        " put_many, compare_and_set, list and so on; wait includes what it waits for",
-    ),
-    Metric(
-        name="rdzv_store_failures_total",
-        kind=MetricKind.COUNTER,
-        labels=("kind",),
-        text="requests that failed, after their retries",
-    ),
-    Metric(
-        name="rdzv_store_retries_total",
-        kind=MetricKind.COUNTER,
-        text="attempts after a request's first",
-    ),
-    Metric(
-        name="rdzv_store_outage_seconds_total",
-        kind=MetricKind.COUNTER,
-        text="seconds for which the store was away, from the first failed request on",
-    ),
-    Metric(
-        name="rdzv_store_members_up",
-        kind=MetricKind.GAUGE,
-        by=By.EXPORTER,
-        text="members of the store that are up, where the run's nodes keep it up",
-    ),
-    Metric(
-        name="rdzv_store_up",
-        kind=MetricKind.GAUGE,
-        by=By.BOTH,
-        of_run=False,
-        text="0 while the store is away, else 1",
-    ),
-)
+        text="seconds of a request to the store with its retries, by the client's method: get, "
+        "put_many, compare_and_set, list and so on; wait includes what it waits for"),
+    Metric("rdzv_store_failures_total", MetricKind.COUNTER, labels=("kind",),
+        text="requests that failed, after their retries"),
+    Metric("rdzv_store_retries_total", MetricKind.COUNTER, text="attempts after a request's first"),
+    Metric("rdzv_store_outage_seconds_total", MetricKind.COUNTER,
+        text="seconds for which the store was away, from the first failed request on"),
+    Metric("rdzv_store_members_up", MetricKind.GAUGE, By.EXPORTER,
+        text="members of the store that are up, where the run's nodes keep it up"),
+    Metric("rdzv_store_up", MetricKind.GAUGE, By.BOTH, of_run=False,
+        text="0 while the store is away, else 1"),
+)  # fmt: skip
 """Every metric, in the order of the page."""
 
 METRICS = tuple(metric for metric in TABLE if metric.by is not By.EXPORTER)
