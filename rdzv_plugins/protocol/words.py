@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from rdzv_plugins.protocol import policies
 from rdzv_plugins.protocol.decide import rejoin_patience
@@ -300,7 +301,7 @@ def _with_records(at: Situation, known: _Known) -> Diagnosis:
     unfit = [it for node, it in records.items() if it.is_unfit and node not in at.silent]
     late = slow(document, records) if document.phase is Phase.RUNNING else ""
     return replace(
-        _of_the_round(at, known, bool(unfit)),
+        _by_phase(at, known, bool(unfit)),
         unfit=_reasons(unfit),
         refused=_refused(at) if document.phase is not Phase.CONFIRMING else "",
         network="; ".join(filter(None, (told(document, records), late))),
@@ -317,7 +318,7 @@ def _refused(at: Situation) -> str:
     return "; ".join(f"{_count(nodes)} waiting: {why}" for why, nodes in found.items())
 
 
-def _of_the_round(at: Situation, known: _Known, has_unfit: bool) -> Diagnosis:
+def _by_phase(at: Situation, known: _Known, has_unfit: bool) -> Diagnosis:
     document = at.document
     if has_unfit and not at.live:
         return Diagnosis(does=f"round {document.round} is {document.phase.value}, no node is fit")
@@ -472,57 +473,42 @@ def _count(nodes: int) -> str:
     return "1 node" if nodes == 1 else f"{nodes} nodes"
 
 
-def remarks(view: View) -> Iterator[tuple[str, object, str]]:
-    """Remarks of a node for people: a kind, a key for which it is told once, and a sentence."""
-    document, latest = view.document, view.latest
-    if latest is not None and latest.closed:
-        if document is None or not document.closed:
-            yield "closed", latest.incarnation, "the run was closed while the store was away"
-        elif not document.reason.endswith(f"closed by {view.record.label}"):
-            # Say nothing if this node closed the run: it has told that.
-            yield "closed", latest.incarnation, f"the run is closed: {document.reason}"
+Remark: TypeAlias = tuple[str, object, str]
+"""A remark of a node for people: a kind, a key for which it is told once, and a sentence."""
+
+
+def remarks(view: View) -> Iterator[Remark]:
+    """What this node has to tell now."""
+    yield from _of_the_end(view)
+    document = view.document
     if document is None or document.closed:
         return
-    this_round = document.incarnation, document.round
-    number, rules = document.round, view.rules
+    for kind in (_of_the_round, _of_two_worlds, _of_orders, _of_a_spare, _of_the_network):
+        yield from kind(view, document)
+    if document.leader == view.me:
+        yield from _of_a_leader(view, document)
+
+
+def _of_the_end(view: View) -> Iterator[Remark]:
+    document, latest = view.document, view.latest
+    if latest is None or not latest.closed:
+        return
+    if document is None or not document.closed:
+        yield "closed", latest.incarnation, "the run was closed while the store was away"
+    elif not document.reason.endswith(f"closed by {view.record.label}"):
+        # A node that closed the run itself has told that.
+        yield "closed", latest.incarnation, f"the run is closed: {document.reason}"
+
+
+def _of_the_round(view: View, document: RoundDocument) -> Iterator[Remark]:
+    this_round, number = (document.incarnation, document.round), document.round
     if document.phase is Phase.FORMING and number > 0:
         about = "lost" if document.cause.lost else "forming"
         yield about, this_round, f"round {number} forms: {document.reason}"
-    if view.unheard >= view.rules.lease and (it := view.member) and _went_on(view, document, it):
-        yield (
-            "two worlds",
-            it.world_id,
-            f"round {number} came without this node, whose workers ran on in round {it.round}: "
-            f"two worlds of this run may have trained at once, for at most {view.unheard:.1f} s, "
-            "in which the store accepted no heartbeat of this node",
-        )
     if document.lost and document.leader == view.me:
         names = Names().plus(labels(view.records or {}, document.lost))
         text = f"round {number} goes on without {names}: lease ran out"
         yield "lost", (*this_round, document.lost), text
-    exclusion = exclusion_of(document, view.record.address, view.wall)
-    if view.me in document.drained:
-        text = "this node was drained: the others go on without it, its agent ends with status 0"
-        yield "drained", document.incarnation, text
-    elif exclusion is not None:
-        told = describe_held(document, exclusion, view.wall)
-        text = f"{told}; this node waits meanwhile"
-        yield "excluded", (document.incarnation, exclusion), text
-    if waits_for_a_living_round(view) and view.leader is not None and exclusion is None:
-        why = "which is full"
-        if document.finishing:
-            why = "whose workers are about to end"
-        elif view.record.suspect:
-            why = "which is not ended for a node that failed its network check"
-        elif not is_full(document, Sizes.of(rules)):
-            why = f"which lets newcomers in later ({view.record.policy})"
-        yield (
-            "spare",
-            this_round,
-            f"this node waits as a spare of round {number}, {why}: {document.size} of "
-            f"{document.max_nodes} nodes, led by {view.leader.label}. If that is another job, give "
-            "this one an --rdzv-id of its own",
-        )
     evicted = document.cause.evicted
     if evicted and view.record.label in evicted and not document.names(view.me):
         yield (
@@ -530,38 +516,85 @@ def remarks(view: View) -> Iterator[tuple[str, object, str]]:
             this_round,
             f"round {number} goes on without this node: its agent did not ask for it in time",
         )
+
+
+def _of_two_worlds(view: View, document: RoundDocument) -> Iterator[Remark]:
+    was = view.member
+    if was is None or view.unheard < view.rules.lease or not _went_on(view, document, was):
+        return
+    yield (
+        "two worlds",
+        was.world_id,
+        f"round {document.round} came without this node, whose workers ran on in round "
+        f"{was.round}: two worlds of this run may have trained at once, for at most "
+        f"{view.unheard:.1f} s, in which the store accepted no heartbeat of this node",
+    )
+
+
+def _of_orders(view: View, document: RoundDocument) -> Iterator[Remark]:
+    exclusion = exclusion_of(document, view.record.address, view.wall)
+    if view.me in document.drained:
+        text = "this node was drained: the others go on without it, its agent ends with status 0"
+        yield "drained", document.incarnation, text
+    elif exclusion is not None:
+        text = f"{describe_held(document, exclusion, view.wall)}; this node waits meanwhile"
+        yield "excluded", (document.incarnation, exclusion), text
+
+
+def _of_a_spare(view: View, document: RoundDocument) -> Iterator[Remark]:
+    excluded = exclusion_of(document, view.record.address, view.wall) is not None
+    if excluded or view.leader is None or not waits_for_a_living_round(view):
+        return
+    why = "which is full"
+    if document.finishing:
+        why = "whose workers are about to end"
+    elif view.record.suspect:
+        why = "which is not ended for a node that failed its network check"
+    elif not is_full(document, Sizes.of(view.rules)):
+        why = f"which lets newcomers in later ({view.record.policy})"
+    yield (
+        "spare",
+        (document.incarnation, document.round),
+        f"this node waits as a spare of round {document.round}, {why}: {document.size} of "
+        f"{document.max_nodes} nodes, led by {view.leader.label}. If that is another job, give "
+        "this one an --rdzv-id of its own",
+    )
+
+
+def _of_the_network(view: View, document: RoundDocument) -> Iterator[Remark]:
     if document.leader == view.me and view.records is not None and document.is_whole:
         yield from _remarks_on_the_network(view, document)
     elif said := own_findings(view.record):
         yield "network", view.record.world_id, f"the network check of this node failed: {said}"
-    if document.leader == view.me:
-        for held in document.quarantined:
-            told = describe_held(document, held, view.wall)
-            text = f"{told}; rdzv include ends it, and quarantine_after=0 turns quarantine off"
-            yield "quarantine", (document.incarnation, held), text
-        for record in (view.records or {}).values():
-            if record.is_unfit and record.label != view.record.label:
-                key = record.label, record.unfit, record.round
-                text = f"{record.label} does not join: {record.unfit}"
-                if record.failed:
-                    text = f"{record.label} left: {record.unfit}"
-                yield "unfit", key, text
-            if (record.interval, record.lease) != (rules.interval, rules.lease):
-                yield (
-                    "settings",
-                    record.label,
-                    f"{record.label} beats every {record.interval:g} s with a lease of "
-                    f"{record.lease:g} s, this node every {rules.interval:g} s with one of "
-                    f"{rules.lease:g} s: set keep_alive_interval and keep_alive_max_attempt alike",
-                )
-            if record.policy != view.record.policy:
-                yield (
-                    "settings",
-                    record.policy,
-                    f"{record.label} has {record.policy or 'no such option'} in --rdzv-conf, this "
-                    f"node {view.record.policy or 'none'}: set them alike on all nodes, for only "
-                    "those of the node that leads have an effect",
-                )
+
+
+def _of_a_leader(view: View, document: RoundDocument) -> Iterator[Remark]:
+    for held in document.quarantined:
+        told = describe_held(document, held, view.wall)
+        text = f"{told}; rdzv include ends it, and quarantine_after=0 turns quarantine off"
+        yield "quarantine", (document.incarnation, held), text
+    rules = view.rules
+    for record in (view.records or {}).values():
+        if record.is_unfit and record.label != view.record.label:
+            does = "left" if record.failed else "does not join"
+            text = f"{record.label} {does}: {record.unfit}"
+            yield "unfit", (record.label, record.unfit, record.round), text
+        if (record.interval, record.lease) != (rules.interval, rules.lease):
+            yield (
+                "settings",
+                record.label,
+                f"{record.label} beats every {record.interval:g} s with a lease of "
+                f"{record.lease:g} s, this node every {rules.interval:g} s with one of "
+                f"{rules.lease:g} s: set keep_alive_interval and keep_alive_max_attempt alike",
+            )
+        if record.policy != view.record.policy:
+            yield (
+                "settings",
+                record.policy,
+                f"{record.label} has {record.policy or 'no such option'} in --rdzv-conf, this "
+                f"node {view.record.policy or 'none'}: set them alike on all nodes, for only "
+                "those of the node that leads have an effect",
+            )
 
 
 def _went_on(view: View, document: RoundDocument, member: RoundDocument) -> bool:
@@ -571,9 +604,7 @@ def _went_on(view: View, document: RoundDocument, member: RoundDocument) -> bool
     return document.is_of(member) or member.incarnation in view.asked_tombstones
 
 
-def _remarks_on_the_network(
-    view: View, document: RoundDocument
-) -> Iterator[tuple[str, object, str]]:
+def _remarks_on_the_network(view: View, document: RoundDocument) -> Iterator[Remark]:
     this_round = document.incarnation, document.round
     records = {**(view.records or {}), view.me: view.record}
     runs = document.phase is Phase.RUNNING
