@@ -610,6 +610,17 @@ def test_members_whose_ports_are_taken_find_each_other(
         client.close()
 
 
+def test_a_stranger_with_an_index_of_no_member_is_told() -> None:
+    members = Members.of("127.0.0.1", Options(cluster="strange"))
+    listener = socket.create_server(("127.0.0.1", members.ports(0)[0]))
+    stranger = MemberThread(listener, [[]] * 9, 7, members.greeting, b"")
+    stranger.start()
+    try:
+        assert look_at(members, 0, b"")[1].startswith("takes itself for 'host 7'")
+    finally:
+        stranger.stop()
+
+
 def test_a_member_that_is_served_by_hand() -> None:
     run_id = f"run-{secrets.token_hex(4)}"
     command = ["serve", "quorum", "-e", "127.0.0.1", "-i", run_id]

@@ -324,7 +324,7 @@ def free_port(
             index = identify(place.address, port, members.greeting, secret, _OWN_ANSWER_SECONDS)
             if index == place.host:
                 return port, taken, None
-            who = f"that of the member on {members.hosts[index][0]}"
+            who = f"that of the member on {members.name(index)}"
         except TimeoutError:
             if port == seen_at:
                 return port, taken, None
@@ -346,7 +346,7 @@ def look_at(members: Members, host: int, secret: bytes) -> tuple[int | None, str
             index = identify(address, port, members.greeting, secret, _ANSWER_SECONDS)
             if index == host:
                 return port, "answers"
-            said = f"takes itself for '{members.hosts[index][0]}': {ALIKE}"
+            said = f"takes itself for '{members.name(index)}': {ALIKE}"
         except socket.gaierror:
             return None, "is no name that this host knows"
         except TimeoutError:

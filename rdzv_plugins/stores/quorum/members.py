@@ -99,6 +99,10 @@ class Members:
         # A member is known by its index: all nodes must count alike.
         return cls(options.cluster, tuple(hosts), options)
 
+    def name(self, index: int) -> str:
+        """The host of the member that claims this index; without a secret anybody may claim one."""
+        return self.hosts[index][0] if index in range(len(self.hosts)) else f"host {index}"
+
     @property
     def greeting(self) -> str:
         """The cluster's name as members say it: other hosts would have a majority of their own."""
