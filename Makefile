@@ -23,7 +23,7 @@ help: ## Show this list
 	@touch $@
 
 demo: .venv/installed ## Train with three agents, kill one, continue training [ENDPOINT=redis://...]
-	@$(BIN)/rdzv demo $(if $(ENDPOINT),--endpoint "$(ENDPOINT)")
+	@$(BIN)/python -m examples.demo $(if $(ENDPOINT),--endpoint "$(ENDPOINT)")
 
 test: ## Install the test dependencies and run all tests except the long ones
 	@$(MAKE) --no-print-directory --jobs 2 .venv/installed servers

@@ -23,7 +23,7 @@ from benchmarks.floors import FLOORS
 from benchmarks.page import page as page_of
 from benchmarks.rendezvous import LIFE, TORCH_OWN, Sample, Target
 from benchmarks.results import Figure, Results, machine
-from rdzv_plugins.servers import ServerError
+from tests.servers import ServerError
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

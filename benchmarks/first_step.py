@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.rendezvous import Sample
-from rdzv_plugins import servers
-from rdzv_plugins.demo.agents import Fleet, TrainingError
+from examples.demo.agents import Fleet, TrainingError
+from tests import servers
 
 __all__ = ["SUBJECTS", "measure"]
 

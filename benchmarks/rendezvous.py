@@ -20,10 +20,10 @@ from benchmarks.counting import counted
 from benchmarks.crowd import Crowd, FailedError, Run, Worker, shares
 from benchmarks.floors import FLOORS
 from benchmarks.usage import Meter, raise_client_limit
-from rdzv_plugins import servers
 from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.protocol.documents import NODES_PREFIX
 from rdzv_plugins.stores import is_store, open_client
+from tests import servers
 
 __all__ = [
     "KILLED",

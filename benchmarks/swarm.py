@@ -32,7 +32,6 @@ import greenlet
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from benchmarks.usage import Meter, raise_client_limit
-from rdzv_plugins import servers
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.base import Limit, StoreClient, Wake
 from rdzv_plugins.observe.history import Archive
@@ -43,6 +42,7 @@ from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.stores import client_class, opener
+from tests import servers
 
 __all__ = ["Swarm", "sample"]
 

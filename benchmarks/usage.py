@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 
-from rdzv_plugins.servers import LocalServer
+from tests.servers import LocalServer
 
 __all__ = ["Meter", "Usage", "raise_client_limit"]
 

@@ -39,8 +39,6 @@ autodoc_typehints_format = "short"
 # No network is needed to build the site, so names of Python and of torch are not links.
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!rdzv_plugins\b).*"),
-    # Not public; it stands in the types of what `rdzv_plugins.servers.start` is made of.
-    (r"py:class", r"rdzv_plugins\.servers\.process\.Kind"),
 ]
 
 # Consul's rules are not quite HCL, and psql has commands of its own.

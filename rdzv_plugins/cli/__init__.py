@@ -43,7 +43,7 @@ app.command("list")(spread(runs.list_runs))
 for command in (
     runs.status, runs.history, runs.watch, runs.close, orders.drain, orders.restart, orders.resize,
     orders.exclude, orders.include, orders.excluded, orders.accuse, runs.clean, check,
-    pages.dashboard, pages.exporter, local.serve, local.demo, docs.docs,
+    pages.dashboard, pages.exporter, local.serve, docs.docs,
 ):  # fmt: skip
     app.command()(spread(command))
 

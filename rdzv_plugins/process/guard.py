@@ -1,4 +1,4 @@
-"""Ends the workers of an agent that is killed: ``kill -9`` reaches no handler of its.
+"""Ends the workers, or the server, of a process that is killed: ``kill -9`` reaches no handler.
 
 torch starts each worker in a session of its own, where it outlives its agent, writes the same
 checkpoint as its replacement, and keeps the GPU. So `rdzv run` has a process beside it: this file,
@@ -32,9 +32,14 @@ _LOOKS, _PAUSE = 3, 0.1
 
 
 class Guard:
-    """The process that kills workers when this process is gone; for one thread."""
+    """The process that kills workers when this process is gone; for one thread.
 
-    def __init__(self) -> None:
+    Args:
+        folders: are deleted then.
+    """
+
+    def __init__(self, *folders: str) -> None:
+        self._folders = folders
         self._process: subprocess.Popen[bytes] | None = None
         self._named: tuple[int, ...] = ()
         itself = weakref.ref(self)
@@ -48,7 +53,7 @@ class Guard:
         try:
             self._process = subprocess.Popen(
                 # Without site: nothing that is installed runs in it.
-                [sys.executable, "-I", "-S", __file__],
+                [sys.executable, "-I", "-S", __file__, *self._folders],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -58,7 +63,7 @@ class Guard:
         except OSError as error:
             self._process = None
             log.warning(
-                "the workers of this agent will outlive it if it is killed, and are to be ended by "
+                "what this process starts will outlive it if it is killed, and is to be ended by "
                 "hand then: %s",
                 error,
             )
@@ -147,6 +152,11 @@ def _main() -> None:
         for pid in processes(_started_with(entry) if entry else workers):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+    for folder in sys.argv[1:]:
+        # Imported here: only a server has a folder.
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

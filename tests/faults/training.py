@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import rdzv_plugins
-from rdzv_plugins.demo.train import Journal
+from examples.demo.train import Journal
 from rdzv_plugins.process.worker import CurrentRound, FencedError
 
 __all__ = ["CHECKPOINT_EVERY", "START", "after"]

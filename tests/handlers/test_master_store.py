@@ -11,9 +11,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.peers.addresses import is_own_ip, loopback
-from rdzv_plugins.servers.process import free_ports
 from rdzv_plugins.torch.master_store import TAKES_SOCKETS, open_store
 from tests.handlers.site import site
+from tests.servers.process import free_ports
 
 NAME = "rdzv-test-door"
 

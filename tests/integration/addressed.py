@@ -22,16 +22,16 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins import servers
-from rdzv_plugins.demo.agents import Fleet, World
+from examples.demo.agents import Fleet, World
 from rdzv_plugins.protocol.documents import STATE_KEY, Phase, RoundDocument
-from rdzv_plugins.servers.process import find_file
 from rdzv_plugins.settings.endpoint import parse_endpoint
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.proxy import Proxy
+from tests import servers
 from tests.integration.hosts import PROGRAM, Host, Network
 from tests.integration.stores import KINDS, running
+from tests.servers.process import find_file
 
 INTERVAL, ATTEMPTS = 0.5, 4
 PATIENCE = 60.0
@@ -75,7 +75,7 @@ class Job(Fleet):
             },
             environ=environ or {},
             max_restarts=3,
-            script=("--module", "rdzv_plugins.demo.train") if trains else [str(_WORKER)],
+            script=("--module", "examples.demo.train") if trains else [str(_WORKER)],
         )
 
     def start_on(self, hosts: Sequence[Host], **config: object) -> None:

@@ -24,10 +24,10 @@ from kazoo.security import ACL, make_acl
 from rdzv_plugins.kv.base import segments
 from rdzv_plugins.observe.history import EXCLUDED, LIST, archive_run_id
 from rdzv_plugins.protocol.documents import STATE_KEY
-from rdzv_plugins.servers import Security, ServerProcess
-from rdzv_plugins.servers.http import ask
 from rdzv_plugins.testing.harness import until
 from tests.integration.stores import KINDS, RunningStore, started
+from tests.servers import Security, ServerProcess
+from tests.servers.http import ask
 
 __all__ = ["ADMINISTRATORS", "Administrator", "administered"]
 

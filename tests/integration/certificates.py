@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from trustme import KeyType
 
-from rdzv_plugins.servers import Security
+from tests.servers import Security
 
 __all__ = ["Certificates", "Pair"]
 

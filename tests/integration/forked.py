@@ -18,7 +18,7 @@ from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
+from examples.demo.agents import RDZV_RUN, TORCHRUN
 
 __all__ = ["Forked", "is_forkable"]
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from rdzv_plugins.demo.agents import TrainingError, World
+from examples.demo.agents import TrainingError, World
 from rdzv_plugins.observe.inspection import Inspection, settle
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Status
 from tests.integration.stores import RunningStore

@@ -1,4 +1,4 @@
-"""`rdzv_plugins.demo.train`, which first writes down what it knows of its round."""
+"""`examples.demo.train`, which first writes down what it knows of its round."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import rdzv_plugins
-from rdzv_plugins.demo import train
+from examples.demo import train
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import rdzv_plugins
-from rdzv_plugins.demo.train import Journal
+from examples.demo.train import Journal
 
 
 def main() -> None:

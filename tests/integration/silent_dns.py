@@ -22,12 +22,12 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 
-from rdzv_plugins import servers
 from rdzv_plugins.process.factory import create_handler
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.proxy import Proxy
 from rdzv_plugins.testing.threads import Background, together
+from tests import servers
 from tests.integration.namespaces import bring_up_loopback
 
 _DNS = "127.53.0.1"

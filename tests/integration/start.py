@@ -5,7 +5,7 @@ Run as a program (see `test_start`) in an empty folder. It prints the seconds of
 What a fenced block is for, stands behind its backquotes. A page may have no other blocks:
 
 - ``sh install``: what pip installs; the extras must exist.
-- ``sh server``: runs in a terminal of its own until the page ends.
+- ``sh server``: runs in a terminal of its own until the page ends; `rdzv-plugins` is the checkout.
 - ``sh``: runs to its end, which must be a success; what it exports, later blocks have too.
 - ``sh terminals``: the same in new terminals, in which nothing was exported yet.
 - ``sh job``: runs in two terminals; with --local-addr=127.0.0.1 in three, as on
@@ -30,10 +30,10 @@ from collections.abc import Callable
 from importlib.metadata import metadata
 from pathlib import Path
 
-from rdzv_plugins.servers.process import find_file
 from rdzv_plugins.testing.harness import until
 from tests.integration.namespaces import bring_up_loopback
 from tests.integration.readme import PATIENCE, Terminal
+from tests.servers.process import find_file
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "start"
 TRAIN = "../../examples/train.py"
@@ -119,6 +119,7 @@ class Reader:
         return terminal
 
     def _serve(self, text: str) -> None:
+        Path("rdzv-plugins").symlink_to(FOLDER.parents[1])
         self._servers.append(self._open(text))
 
     def _run(self, text: str) -> None:

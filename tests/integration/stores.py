@@ -15,16 +15,16 @@ from typing import Any, NoReturn
 import pytest
 import redis
 
-from rdzv_plugins import servers
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.peers.addresses import is_loopback
-from rdzv_plugins.servers.azure import KEY as AZURITES_KEY
-from rdzv_plugins.servers.azure import create_container
-from rdzv_plugins.servers.process import HOST, find_file
 from rdzv_plugins.settings.endpoint import parse_endpoint
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing import Proxy, Store
 from rdzv_plugins.testing.harness import until
+from tests import servers
+from tests.servers.azure import KEY as AZURITES_KEY
+from tests.servers.azure import create_container
+from tests.servers.process import HOST, find_file
 
 __all__ = [
     "GUARDED",

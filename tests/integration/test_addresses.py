@@ -150,7 +150,7 @@ def test_a_host_serves_the_store_of_the_others() -> None:
     )
     assert seen["elsewhere"].startswith("rdzv: '10.1.0.2' is not this host: ")
     assert seen["unknown"].startswith("rdzv: the host 'no-such-host' is not known here (")
-    assert seen["kind"].startswith("rdzv: a local etcd listens on 127.0.0.1 only; redis and valkey")
+    assert seen["kind"].startswith("rdzv: rdzv serve starts valkey or redis, and with -e ")
 
 
 def test_two_stores_each_at_its_hosts_loopback() -> None:

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import rendezvous
 from benchmarks.startup import measure
 from benchmarks.swarm import Swarm
-from rdzv_plugins import servers
+from tests import servers
 
 pytestmark = pytest.mark.timeout(300)
 

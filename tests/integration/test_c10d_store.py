@@ -22,9 +22,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.elastic.utils import store as elastic
 
-from rdzv_plugins import servers
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.torch.c10d_store import KeyValueStore
+from tests import servers
 from tests.integration.stores import KINDS, RunningStore
 
 T = TypeVar("T")

@@ -31,9 +31,6 @@ from rdzv_plugins.cli import app
 from rdzv_plugins.cli.check import host as dials
 from rdzv_plugins.cli.check import store as trials
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
-from rdzv_plugins.servers import Security, ServerProcess
-from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import HOST, free_ports
 from rdzv_plugins.settings.endpoint import redact
 from rdzv_plugins.settings.parsing import parse_options
 from rdzv_plugins.stores import client_class
@@ -53,6 +50,9 @@ from tests.integration.stores import (
     role_of_postgres,
     started,
 )
+from tests.servers import Security, ServerProcess
+from tests.servers.http import ask
+from tests.servers.process import HOST, free_ports
 
 Patch = pytest.MonkeyPatch
 

@@ -16,12 +16,12 @@ from urllib.parse import quote
 import pytest
 from typer.testing import CliRunner
 
-from rdzv_plugins import servers
 from rdzv_plugins.cli import app
 from rdzv_plugins.kv import RendezvousError, RendezvousStateError
 from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.protocol.documents import STATE_KEY
 from rdzv_plugins.testing.harness import until
+from tests import servers
 from tests.integration.agents import Run, one_world
 from tests.integration.agents import until as until_so
 from tests.integration.stores import RunningStore

@@ -10,11 +10,11 @@ import pytest
 import redis
 
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.servers.consul import Consul
-from rdzv_plugins.servers.process import ServerProcess
 from rdzv_plugins.testing.threads import Background
 from tests.integration.agents import Run, one_world, until
 from tests.integration.stores import KINDS, Kind, RunningStore, started
+from tests.servers.consul import Consul
+from tests.servers.process import ServerProcess
 
 FULL = {"redis": "raise its maxclients", "consul": "http_max_conns_per_client"}
 

@@ -18,17 +18,17 @@ import redis
 from kazoo.client import KazooClient
 
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.servers import Security, ServerProcess
-from rdzv_plugins.servers.etcd import Etcd
-from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import HOST, free_ports
-from rdzv_plugins.servers.zookeeper import ZooKeeper
 from tests import Measure
 from tests.integration import topologies
 from tests.integration.agents import QUICK, Run, one_world, until
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.integration.torchrun import Begin
 from tests.integration.watch import Watch, await_beats
+from tests.servers import Security, ServerProcess
+from tests.servers.etcd import Etcd
+from tests.servers.http import ask
+from tests.servers.process import HOST, free_ports
+from tests.servers.zookeeper import ZooKeeper
 
 LEASE = 3 * float(QUICK["keep_alive_interval"])
 # One second a request, so that the store is asked again soon.

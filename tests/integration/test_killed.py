@@ -17,12 +17,12 @@ from subprocess import PIPE
 
 import pytest
 
-from rdzv_plugins.demo.agents import RDZV_RUN
+from examples.demo.agents import RDZV_RUN
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase
-from rdzv_plugins.servers.process import ServerProcess
 from tests import Measure
 from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, Kind, RunningStore, every_store, started
+from tests.servers.process import ServerProcess
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -29,8 +29,6 @@ from rdzv_plugins.cli.check.store import check_requests
 from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.kv.findings import Mark
 from rdzv_plugins.process.factory import create_handler
-from rdzv_plugins.servers import Security
-from rdzv_plugins.servers.http import ask
 from rdzv_plugins.stores import kubernetes, open_client
 from rdzv_plugins.stores._http import Http
 from rdzv_plugins.stores.kubernetes import Client
@@ -39,6 +37,8 @@ from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.integration.test_rotation import patiently
+from tests.servers import Security
+from tests.servers.http import ask
 
 KIND = next(kind for kind in KINDS if kind.name == "kubernetes")
 PAGE = Path(__file__).parents[2] / "docs/start/kubernetes-api.md"

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from rdzv_plugins.kv import KeyValueClient, LateCredentialsError, RendezvousConnectionError
-from rdzv_plugins.servers.process import HOST, free_ports, release
 from rdzv_plugins.testing.harness import until as until_true
 from rdzv_plugins.testing.threads import Background
 from tests.integration.agents import Run, one_world, until
 from tests.integration.stores import KINDS, RunningStore, started
+from tests.servers.process import HOST, free_ports, release
 
 CREDENTIALS = "/latest/meta-data/iam/security-credentials/"
 KEYS = {

@@ -29,13 +29,13 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
-from rdzv_plugins.servers import Security, ServerProcess
-from rdzv_plugins.servers.nats import Nats
-from rdzv_plugins.servers.process import HOST, free_ports
 from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import together
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.integration.test_security import form_a_round
+from tests.servers import Security, ServerProcess
+from tests.servers.nats import Nats
+from tests.servers.process import HOST, free_ports
 
 Patch = pytest.MonkeyPatch
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
+from examples.demo.agents import RDZV_RUN, TORCHRUN
 from rdzv_plugins.protocol.documents import Phase
 from tests.integration.namespaces import in_namespaces
 from tests.integration.stores import KINDS, RunningStore, running

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
+from examples.demo.agents import RDZV_RUN, TORCHRUN
 from tests import Measure
 from tests.integration.stores import RunningStore
 

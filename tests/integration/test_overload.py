@@ -11,8 +11,7 @@ from contextlib import closing
 import pytest
 
 from benchmarks.crowd import Crowd, Run, shares
-from rdzv_plugins import servers
-from tests import Measure
+from tests import Measure, servers
 
 PROCESSES = 4
 # Two cores that others use too took 15 to 30 s for the round: eight leases and more.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv_plugins.demo.agents import Agent
+from examples.demo.agents import Agent
 from rdzv_plugins.process.worker import CurrentRound
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase
 from tests import Measure, replace

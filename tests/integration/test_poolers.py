@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.servers import Security, ServerProcess
-from rdzv_plugins.servers.postgres import Postgres
-from rdzv_plugins.servers.process import HOST, Kind, find_file, free_ports
 from rdzv_plugins.testing.harness import present, until
 from tests.integration import agents
 from tests.integration.agents import Run, one_world
 from tests.integration.stores import KINDS, RunningStore, absent, started
+from tests.servers import Security, ServerProcess
+from tests.servers.postgres import Postgres
+from tests.servers.process import HOST, Kind, find_file, free_ports
 
 
 class PgBouncer(Kind):

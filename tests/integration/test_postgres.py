@@ -17,8 +17,6 @@ import psycopg
 import pytest
 
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.servers import LocalServer, Security, ServerError, start
-from rdzv_plugins.servers.postgres import Postgres
 from rdzv_plugins.settings.endpoint import redact
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.postgres import Connection
@@ -31,6 +29,8 @@ from tests.integration.agents import Run, one_world
 from tests.integration.certificates import Certificates
 from tests.integration.stores import KINDS, RunningStore, role_of_postgres, started
 from tests.integration.watch import Watch, await_beats
+from tests.servers import LocalServer, Security, ServerError, start
+from tests.servers.postgres import Postgres
 
 KIND = next(kind for kind in KINDS if kind.name == "postgres")
 

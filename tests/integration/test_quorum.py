@@ -29,7 +29,6 @@ from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.register.member import ACCEPT_SECONDS
 from rdzv_plugins.register.messages import Accepted, Answer, List
 from rdzv_plugins.register.proposer import Changing, Outcome
-from rdzv_plugins.servers import ServerProcess
 from rdzv_plugins.settings.parsing import parse_options
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.quorum import registers
@@ -48,6 +47,7 @@ from tests.integration.test_dashboard import ask, dashboard
 from tests.integration.test_exporter import exporter, scrape
 from tests.integration.test_killed import DEFAULTS, measured
 from tests.integration.torchrun import PATIENCE
+from tests.servers import ServerProcess
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
-from rdzv_plugins.servers.process import HOST, free_ports
 from rdzv_plugins.testing.harness import SLACK, present
 from rdzv_plugins.testing.threads import Background
 from tests.integration.stores import RunningStore
+from tests.servers.process import HOST, free_ports
 
 REQUEST_TIMEOUT = 1.0
 

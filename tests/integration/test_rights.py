@@ -28,8 +28,6 @@ from typer.testing import CliRunner
 from rdzv_plugins.cli import app
 from rdzv_plugins.cli.check import store as trials
 from rdzv_plugins.kv import AccessDeniedError
-from rdzv_plugins.servers import Security
-from rdzv_plugins.servers.http import ask
 from rdzv_plugins.stores import _dynamodb_table
 from rdzv_plugins.testing import harness
 from rdzv_plugins.torch.c10d_store import KeyValueStore
@@ -38,6 +36,8 @@ from tests.integration.start import FOLDER, blocks
 from tests.integration.stores import KINDS, RunningStore, role_of_postgres, started
 from tests.integration.test_redis_rights import ask_for_everything
 from tests.integration.test_start import action, saved
+from tests.servers import Security
+from tests.servers.http import ask
 
 PASSWORD = str(uuid.uuid4())
 

@@ -13,9 +13,6 @@ import pytest
 import redis
 
 from rdzv_plugins.kv import AccessDeniedError, Entry, RendezvousConnectionError, Version
-from rdzv_plugins.servers import NotInstalledError, Security
-from rdzv_plugins.servers.dynamodb import DynamoDB
-from rdzv_plugins.servers.process import HOST, ServerProcess, free_ports
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
@@ -27,6 +24,9 @@ from tests.integration.stores import GUARDED, Kind, RunningStore, absent, starte
 from tests.integration.test_dashboard import record, write_run
 from tests.integration.test_exporter import exporter, page
 from tests.integration.torchrun import Run
+from tests.servers import NotInstalledError, Security
+from tests.servers.dynamodb import DynamoDB
+from tests.servers.process import HOST, ServerProcess, free_ports
 
 # Seconds within which a client is let in again, a server's restart included.
 SOON = 20.0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
+from examples.demo.agents import RDZV_RUN, TORCHRUN
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins import servers
 from rdzv_plugins.stores import STORES, _dynamodb_table, dynamodb, s3
 from rdzv_plugins.stores import redis as redis_store
-from tests import Measure
+from tests import Measure, servers
 from tests.integration.namespaces import in_namespaces
 from tests.integration.start import FOLDER, TRAIN, blocks, path
 from tests.integration.stores import absent

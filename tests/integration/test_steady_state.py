@@ -13,7 +13,6 @@ import pytest
 import redis
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from rdzv_plugins import servers
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.observe.history import list_runs
 from rdzv_plugins.process.factory import create_handler
@@ -22,6 +21,7 @@ from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.redis import DIGESTS
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import together
+from tests import servers
 
 INTERVAL = 1.0
 NODES = 3

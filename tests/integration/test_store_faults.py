@@ -22,7 +22,6 @@ from rdzv_plugins.kv import (
     RendezvousError,
 )
 from rdzv_plugins.kv.base import Limit
-from rdzv_plugins.servers import Security
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.etcd import RefusedError
 from rdzv_plugins.testing import Proxy
@@ -31,6 +30,7 @@ from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.nonsense import SAMPLES, speaking
+from tests.servers import Security
 
 
 def only(*names: str) -> pytest.MarkDecorator:
@@ -436,7 +436,7 @@ def test_a_large_value_is_not_read_by_each_poll(
 CROWDED = """
 import os, resource, sys
 from rdzv_plugins.kv.base import Limit
-from rdzv_plugins.servers import Security
+from tests.servers import Security
 from rdzv_plugins.stores import open_client
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))

@@ -32,12 +32,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from rdzv_plugins import servers, stores
+from rdzv_plugins import stores
 from rdzv_plugins.kv import KeyValueClient, MemoryClient, MemoryServer
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.torch.c10d_store import KeyValueStore
 from rdzv_plugins.torch.dynamic_handler import TAKES_KEEP_ALIVE, create_torch_handler
 from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend, create_backend
+from tests import servers
 from tests.integration.stores import RunningStore
 
 KINDS = ["stock, c10d", "stock, memory", "stock, redis", "mended, memory", "mended, redis"]

@@ -18,7 +18,7 @@ import psycopg
 import pytest
 import redis
 
-from rdzv_plugins.demo.agents import TORCHRUN
+from examples.demo.agents import TORCHRUN
 from rdzv_plugins.testing.threads import Background
 from tests import Measure, replace
 from tests.integration.administrators import ADMINISTRATORS, administered

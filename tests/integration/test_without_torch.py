@@ -20,9 +20,9 @@ import pytest
 from packaging.requirements import Requirement
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
-from rdzv_plugins import servers
 from rdzv_plugins.cli import app
 from rdzv_plugins.testing.threads import Background
+from tests import servers
 from tests.integration.test_cli import form
 from tests.integration.test_wheel import pip, wheel
 
@@ -117,9 +117,8 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("clean -i {run} --force", 0, r"deleted \d+ keys"),
     ("clean --dead", 0, ""),
     ("docs options --print", 1, "this installation has no built pages"),
-    ("serve nothing", 1, "unknown server 'nothing'"),
+    ("serve etcd", 1, "^rdzv: rdzv serve starts valkey or redis, and with -e .* not 'etcd'$"),
     ("run --nnodes=1 train.py", 1, "^rdzv: rdzv run needs torch 2.6 or later, and none"),
-    ("demo", 1, "^rdzv: rdzv demo needs torch 2.6 or later, and none is installed.*torch]\"$"),
 ]  # fmt: skip
 SERVE_HTTP = {"exporter": "/metrics", "dashboard": "/"}
 

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.run import get_args_parser
 
-from rdzv_plugins.demo.agents import RDZV_RUN, TORCHRUN
+from examples.demo.agents import RDZV_RUN, TORCHRUN
 from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, RoundDocument, Status
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend

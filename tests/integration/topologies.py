@@ -11,11 +11,11 @@ from typing import Any
 
 import redis
 
-from rdzv_plugins.servers import Security, ServerProcess
-from rdzv_plugins.servers.process import HOST, free_ports
-from rdzv_plugins.servers.redis import Redis
 from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.harness import until
+from tests.servers import Security, ServerProcess
+from tests.servers.process import HOST, free_ports
+from tests.servers.redis import Redis
 
 __all__ = ["Moving", "Topology", "cluster", "moving_cluster", "sentinel"]
 

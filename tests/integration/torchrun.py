@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from rdzv_plugins.demo.agents import TORCHRUN, Agent, Fleet, Process, World
+from examples.demo.agents import TORCHRUN, Agent, Fleet, Process, World
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.protocol.documents import (
@@ -25,7 +25,7 @@ from tests.integration.stores import RunningStore
 
 TRAINS = (str(Path(__file__).with_name("train.py")),)
 """What the workers run: a training without torch."""
-TRAINS_WITH_TORCH = ("--module", "rdzv_plugins.demo.train")
+TRAINS_WITH_TORCH = ("--module", "examples.demo.train")
 
 INTERVAL = 1.0
 ATTEMPTS = 3

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import rdzv_plugins
-from rdzv_plugins.demo.train import Journal
+from examples.demo.train import Journal
 from rdzv_plugins.process.worker import FencedError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv_plugins import servers
+from tests import servers
 from tests.integration.namespaces import bring_up_loopback
 from tests.recipes.slurm import Cluster
 

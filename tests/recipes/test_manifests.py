@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from rdzv_plugins import servers
-from tests import Measure
+from tests import Measure, servers
 from tests.integration.namespaces import bring_up_loopback
 from tests.recipes.pages import ROOT, lose_one, page, shorten
 

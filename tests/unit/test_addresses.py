@@ -23,8 +23,8 @@ from rdzv_plugins.peers.addresses import (
     node_address,
 )
 from rdzv_plugins.peers.reach import gloo_fault
-from rdzv_plugins.servers.process import free_ports
 from rdzv_plugins.stores import client_class
+from tests.servers.process import free_ports
 
 Resolve = Callable[..., list[Any]]
 

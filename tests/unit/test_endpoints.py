@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.servers.process import HOST, free_ports, release
 from rdzv_plugins.stores import STORES, open_client
 from rdzv_plugins.stores.redis import Options, _target
+from tests.servers.process import HOST, free_ports, release
 
 # Of each store, for each part: what the refusal says; None: it is obeyed.
 PARTS: Mapping[str, Mapping[str, str | None]] = {

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.servers.process import free_ports, release
 from rdzv_plugins.settings.endpoint import parse_endpoint, redact
 from rdzv_plugins.stores import open_client
+from tests.servers.process import free_ports, release
 
 SECRET = "hunter2"
 CONFIG = {"quorum": {"cluster": "c"}, "azure": {"account": "a"}, "s3": {"region": "r"}}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 
-from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import (
+from tests.servers.http import ask
+from tests.servers.process import (
     HOST,
     Kind,
     NotInstalledError,

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 
 from rdzv_plugins.kv.base import Limit
-from rdzv_plugins.servers.process import HOST, Kind, ServerProcess
 from rdzv_plugins.stores.quorum.registers import Registers
 from rdzv_plugins.stores.quorum.wire import identify
+from tests.servers.process import HOST, Kind, ServerProcess
 
 __all__ = ["Quorum"]
 
@@ -26,8 +27,9 @@ class Quorum(Kind):
     largest = 3
 
     def command(self, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:
-        member, own = "rdzv_plugins.stores.quorum", f"{_HOST}:{node.port}"
-        return [sys.executable, "-m", member, _CLUSTER, own, *self._places(nodes)]
+        # -P: the modules of this folder have the names of others.
+        member, own = Path(__file__).with_name("member.py"), f"{_HOST}:{node.port}"
+        return [sys.executable, "-P", str(member), _CLUSTER, own, *self._places(nodes)]
 
     def ready(self, node: ServerProcess) -> bool:
         name = f"{_CLUSTER} of {len(node.peers)} hosts"

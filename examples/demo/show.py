@@ -19,12 +19,11 @@ from types import FrameType
 from rich.console import Console
 from rich.table import Table
 
-from rdzv_plugins import servers
-from rdzv_plugins.demo.agents import Fleet, TrainingError, World
+from examples.demo.agents import Fleet, TrainingError, World
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.observe.history import Archive, Row
 from rdzv_plugins.settings.endpoint import redact
-from rdzv_plugins.stores import client_class, open_client
+from rdzv_plugins.stores import open_client
 
 __all__ = ["show"]
 
@@ -33,7 +32,14 @@ _STEPS_TO_SEE = 25
 
 
 def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
-    """As `rdzv_plugins.demo.run`."""
+    """Run the demonstration; returns an exit status, 0 only if the training continued to its end.
+
+    Args:
+        endpoint: as ``--rdzv-endpoint``; "": the agents run a quorum on this host.
+        backend: as ``--rdzv-backend``.
+        agents: the number of nodes to start; at least 3, so that two are left.
+        kill: the rank whose node is killed.
+    """
     story = Story(Console())
     if not agents >= 3 or not 0 <= kill < agents:
         story.tell(f"the demonstration needs 3 agents or more and a rank to kill below {agents}")
@@ -41,7 +47,8 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
     folder = Path(tempfile.mkdtemp(prefix="rdzv-demo-"))
     went_on = keep_logs = False
     try:
-        with _interruptible(), _store(story, backend, endpoint) as (endpoint, config):
+        with _interruptible():
+            endpoint = _endpoint(story, backend, endpoint)
             run_id = f"demo-{secrets.token_hex(4)}"
             fleet = Fleet(
                 folder,
@@ -54,15 +61,12 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
                     "keep_alive_max_attempt": _ATTEMPTS,
                     "last_call_timeout": 1,
                     "join_timeout": 60,
-                    **config,
                 },
                 environ={},
                 # If this process is killed, the agents must not run forever.
                 training={"seconds": 120},
             )
-            archive = Archive(
-                partial(open_client, backend, endpoint, config=config, job=run_id), run_id, 0
-            )
+            archive = Archive(partial(open_client, backend, endpoint, job=run_id), run_id, 0)
             with fleet:
                 _play(story, fleet, archive, agents, kill)
             went_on = True
@@ -75,7 +79,6 @@ def show(endpoint: str, backend: str, agents: int, kill: int) -> int:
         story.tell(f"the agents' logs are in {folder}")
     except (
         ValueError,
-        servers.ServerError,
         RendezvousConnectionError,
         RendezvousStateError,
     ) as error:
@@ -187,27 +190,17 @@ def _tell_training(story: Story, world: World, since: float | None = None) -> No
     story.tell(f"{told}; loss {world.loss:.4f}")
 
 
-@contextlib.contextmanager
-def _store(story: Story, backend: str, endpoint: str) -> Iterator[tuple[str, dict[str, str]]]:
+def _endpoint(story: Story, backend: str, endpoint: str) -> str:
+    """Where the store is; without one of the user's the agents run it themselves."""
     if endpoint:
         story.tell(f"using {backend} at {redact(endpoint)}")
-        yield endpoint, {}
-        return
+        return endpoint
     if not {"RDZV_PLUGINS_SECRET", "RDZV_PLUGINS_SECRET_FILE"} & os.environ.keys():
         # Any account of this host reaches the store: none joins.
         os.environ["RDZV_PLUGINS_SECRET"] = secrets.token_hex(16)
-    if client_class(backend).run_by == "nodes":
-        # Raised here, not by each agent, where it is not installed.
-        servers.KINDS[servers.kind_for(backend)](servers.Security())
-        endpoint = "127.0.0.1,127.0.0.2,127.0.0.3"
-        story.tell(f"no server: the agents at {endpoint} run the store themselves")
-        yield endpoint, {}
-        return
-    kind = servers.kind_for(backend)
-    with servers.start(kind) as server:
-        story.tell(f"started {kind} at {server.endpoint}")
-        os.environ.update(server.environ)
-        yield server.endpoint, dict(server.config)
+    endpoint = "127.0.0.1,127.0.0.2,127.0.0.3"
+    story.tell(f"no server: the agents at {endpoint} run the store themselves")
+    return endpoint
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import (
+from tests.servers.http import ask
+from tests.servers.process import (
     HOST,
     Kind,
     NotInstalledError,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from email.utils import formatdate
 from typing import Any
 
-from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import (
+from tests.servers.http import ask
+from tests.servers.process import (
     HOST,
     Kind,
     NotInstalledError,

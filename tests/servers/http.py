@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rdzv_plugins.servers.process import HOST, Security
+from tests.servers.process import HOST, Security
 
 
 def ask(

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rdzv_plugins.servers.http import ask
-from rdzv_plugins.servers.process import (
+from tests.servers.http import ask
+from tests.servers.process import (
     HOST,
     Kind,
     NotInstalledError,

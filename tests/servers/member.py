@@ -1,4 +1,4 @@
-"""A member as a process of its own: ``python -m ... CLUSTER ADDRESS:PORT ADDRESS:PORT...``.
+"""A member as a process of its own; its arguments: ``CLUSTER ADDRESS:PORT ADDRESS:PORT...``.
 
 The first place is its own, the others are those of all members.
 """

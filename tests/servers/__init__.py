@@ -1,6 +1,4 @@
-"""Start and stop a real server of each kind on this host, for demonstrations and tests.
-
-The counterpart of torch's ``EtcdServer`` for every store::
+"""Start, stop, kill and suspend a real server of each kind on this host, for the tests::
 
     with servers.start("redis") as server:
         print(server.endpoint)  # for --rdzv-endpoint
@@ -20,28 +18,28 @@ from pathlib import Path
 from types import TracebackType
 
 from rdzv_plugins.peers.addresses import is_loopback
-from rdzv_plugins.servers.azure import Azure
-from rdzv_plugins.servers.consul import Consul
-from rdzv_plugins.servers.dynamodb import DynamoDB
-from rdzv_plugins.servers.etcd import Etcd
-from rdzv_plugins.servers.kubernetes import Kubernetes
-from rdzv_plugins.servers.nats import Nats
-from rdzv_plugins.servers.postgres import Postgres
-from rdzv_plugins.servers.process import (
+from rdzv_plugins.servers import addresses_of
+from tests.servers.azure import Azure
+from tests.servers.consul import Consul
+from tests.servers.dynamodb import DynamoDB
+from tests.servers.etcd import Etcd
+from tests.servers.kubernetes import Kubernetes
+from tests.servers.nats import Nats
+from tests.servers.postgres import Postgres
+from tests.servers.process import (
     HOST,
     Kind,
     NotInstalledError,
     Security,
     ServerError,
     ServerProcess,
-    addresses_of,
     free_ports,
     wait_until,
 )
-from rdzv_plugins.servers.quorum import Quorum
-from rdzv_plugins.servers.redis import Redis, Valkey
-from rdzv_plugins.servers.s3 import S3
-from rdzv_plugins.servers.zookeeper import ZooKeeper
+from tests.servers.quorum import Quorum
+from tests.servers.redis import Redis, Valkey
+from tests.servers.s3 import S3
+from tests.servers.zookeeper import ZooKeeper
 
 __all__ = [
     "KINDS",
@@ -50,7 +48,6 @@ __all__ = [
     "Security",
     "ServerError",
     "ServerProcess",
-    "kind_for",
     "start",
 ]
 
@@ -121,14 +118,6 @@ class LocalServer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def kind_for(backend: str) -> str:
-    """The kind of server to start for a store; raises `ValueError` if there is none here."""
-    for name, kind in KINDS.items():
-        if kind.backend == backend and kind.preferred:
-            return name
-    raise ValueError(f"no server of '{backend}' can be started here: name the endpoint of one")
 
 
 def start(

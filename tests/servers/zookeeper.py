@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from rdzv_plugins.servers.process import (
+from tests.servers.process import (
     HOST,
     Kind,
     NotInstalledError,

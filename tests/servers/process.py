@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, ClassVar
 
-from rdzv_plugins.peers.addresses import is_loopback, is_own_ip
+from rdzv_plugins.servers import HOST, NotInstalledError, ServerError, refuse_taken
 
 __all__ = [
     "HOST",
@@ -28,25 +28,14 @@ __all__ = [
     "Security",
     "ServerError",
     "ServerProcess",
-    "addresses_of",
     "find_file",
     "wait_until",
 ]
-
-HOST = "127.0.0.1"
 
 # Below Linux's ephemeral range: otherwise a client that retries a stopped server's port could get
 # that port as its own, and the server could not start again.
 # Below those of a quorum's members too, which a job on this host may need.
 _PORTS = range(20000, 29600)
-
-
-class ServerError(RuntimeError):
-    """A local server is not installed, did not start or did not stop."""
-
-
-class NotInstalledError(ServerError):
-    """The server's binary is not on this machine; the message says how to install it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +99,6 @@ class Kind(ABC):
     name: ClassVar[str]
     backend: ClassVar[str]
     """The one of ``--rdzv-backend`` for it; if a class sets none, its name."""
-    preferred: ClassVar[bool] = True
-    """Whether it is started where any server of its backend will do."""
     ports_per_node: ClassVar[int] = 1
     largest: ClassVar[int] = 1
     """The most servers that one ensemble may have."""
@@ -415,27 +402,6 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
     return True
 
 
-def addresses_of(host: str) -> list[str]:
-    """The addresses of this host that a name or an address means, for a server to bind.
-
-    Raises:
-        ServerError: another host's, or a name that means loopback here: no other host reaches it.
-    """
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ServerError(f"the host '{host}' is not known here ({error.strerror})") from error
-    addresses = list(dict.fromkeys(str(it[4][0]) for it in found))
-    if not any(map(is_own_ip, addresses)):
-        raise ServerError(f"'{host}' is not this host: give an address or a name of this one")
-    if not is_loopback(host) and all(map(is_loopback, addresses)):
-        raise ServerError(
-            f"'{host}' is {addresses[0]} on this host, where no other host reaches it: give the "
-            "address by which the others reach this host"
-        )
-    return addresses
-
-
 def free_ports(
     count: int, first: int | None = None, addresses: Sequence[str] = (HOST,)
 ) -> list[int]:
@@ -450,15 +416,7 @@ def free_ports(
     if first is None:
         return [_draw() for _ in range(count)]
     for address in addresses:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as asks:
-            asks.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                asks.bind((address, first))
-                # Until here Linux lets it have the port of one who listens too.
-                asks.listen(1)
-            except OSError as error:
-                why = error.strerror
-                raise ServerError(f"port {first} of {address} is taken ({why})") from error
+        refuse_taken(address, first)
     return [first, *(_draw() for _ in range(count - 1))]
 
 
@@ -500,7 +458,7 @@ def find_file(
 ) -> Path | None:
     """A server's binary or jar: ``$RDZV_<KIND>_BINARY``, then PATH, ``folders`` and ``.servers``.
 
-    ``.servers`` is beside the package in a checkout; ``scripts/install-servers`` fills it.
+    ``scripts/install-servers`` fills ``.servers``.
 
     Raises:
         ServerError: the environment variable names no file.

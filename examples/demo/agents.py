@@ -33,7 +33,7 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A line of a worker's journal, as `rdzv_plugins.demo.train` writes it.
+    """A line of a worker's journal, as `examples.demo.train` writes it.
 
     Attributes:
         event: ``begin``, ``resume``, ``step`` or ``end``.
@@ -164,7 +164,7 @@ class Fleet:
         run_id: as ``--rdzv-id``; torchrun's default is not passed.
         nodes: as ``--nnodes``, such as "2:3".
         max_restarts: as ``--max-restarts``; None: not given.
-        script: what the workers run; it writes a journal as `rdzv_plugins.demo.train` does.
+        script: what the workers run; it writes a journal as `examples.demo.train` does.
         training: the script's options.
         launcher: Python's arguments that run torchrun, such as `RDZV_RUN`.
     """
@@ -180,7 +180,7 @@ class Fleet:
         config: Mapping[str, object],
         environ: Mapping[str, str],
         max_restarts: int | None = 3,
-        script: Sequence[str] = ("--module", "rdzv_plugins.demo.train"),
+        script: Sequence[str] = ("--module", "examples.demo.train"),
         training: Mapping[str, object] | None = None,
         launcher: Sequence[str] = TORCHRUN,
     ) -> None:
@@ -381,7 +381,9 @@ class Fleet:
 
 def _surroundings() -> dict[str, str]:
     """The environment in which several torchruns on one host behave like those on several hosts."""
-    own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    # The workers import this package from the checkout.
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     # Otherwise gloo listens on the address of the host's name, if the name resolves.
     if "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in dict(socket.if_nameindex()).values():
         own["GLOO_SOCKET_IFNAME"] = "lo"
