@@ -17,20 +17,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import rdzv_plugins
 from rdzv_plugins.kv import (
     ClientClosedError,
-    Entry,
     KeyValueClient,
     RendezvousConnectionError,
     RendezvousStateError,
-    Standing,
-    Version,
     exhausted,
 )
-from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.kv.retry import store_is_away
 from rdzv_plugins.observe.logs import RunLog
 from rdzv_plugins.observe.page_access import LOOPBACK, PageAccess
@@ -76,6 +72,12 @@ _FORMING_BUCKETS = (
 )  # fmt: skip
 
 _UNKNOWN = float("nan")
+
+# The methods of a client that are timed.
+_REQUESTS = {
+    "get", "get_many", "list", "put", "put_many", "delete", "delete_many", "compare_and_set", "add",
+    "wait", "expire",
+}  # fmt: skip
 
 
 class MetricKind(StrEnum):
@@ -313,7 +315,8 @@ class Report:
 
     def measured(self, client: KeyValueClient) -> KeyValueClient:
         """The client, with its requests measured."""
-        return Measured(client, self._note_request, partial(self._add, "rdzv_store_retries_total"))
+        retried = partial(self._add, "rdzv_store_retries_total")
+        return cast("KeyValueClient", Measured(client, self._note_request, retried))
 
     def health(self) -> tuple[bool, str]:
         """Whether this node's thread does its work, and a sentence for people.
@@ -425,11 +428,10 @@ def _leaders_silence(view: View) -> float:
     return 0.0 if leader == view.me else view.possible_silence(leader)
 
 
-class Measured(KeyValueClient):
-    """A client whose requests are timed; everything else is the client's.
+class Measured:
+    """Stands for a client, and times its requests; everything else is the client's.
 
     Args:
-        client: which it closes when it is closed.
         note: gets the method's name, its seconds, and the error of a request that failed.
         retried: called before each attempt after a request's first, where the client tells.
     """
@@ -442,16 +444,16 @@ class Measured(KeyValueClient):
     ) -> None:
         self._client = client
         self._note = note
-        # Elsewhere these belong to the class; here they are those of the client.
-        self.name = client.name  # type: ignore[misc]
-        self.capabilities = client.capabilities  # type: ignore[misc]
-        self.sealed = client.sealed  # type: ignore[misc]
         client.on_retry = retried
 
-    def _timed(self, kind: str, request: Callable[[], T]) -> T:
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        return partial(self._timed, name, found) if name in _REQUESTS else found
+
+    def _timed(self, kind: str, request: Callable[..., T], *arguments: Any, **named: Any) -> T:
         began = time.monotonic()
         try:
-            answer = request()
+            answer = request(*arguments, **named)
         except ClientClosedError:
             raise
         except (RendezvousConnectionError, RendezvousStateError) as error:
@@ -459,63 +461,6 @@ class Measured(KeyValueClient):
             raise
         self._note(kind, time.monotonic() - began, None)
         return answer
-
-    def get(self, key: str) -> Entry | None:
-        return self._timed("get", partial(self._client.get, key))
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        return self._timed("get_many", partial(self._client.get_many, keys))
-
-    def list(self, prefix: str) -> dict[str, Entry]:
-        return self._timed("list", partial(self._client.list, prefix))
-
-    def put(self, key: str, value: bytes) -> Version:
-        return self._timed("put", partial(self._client.put, key, value))
-
-    def put_many(self, values: Mapping[str, bytes]) -> None:
-        self._timed("put_many", partial(self._client.put_many, values))
-
-    def delete(self, key: str) -> None:
-        self._timed("delete", partial(self._client.delete, key))
-
-    def delete_many(self, keys: Iterable[str]) -> None:
-        self._timed("delete_many", partial(self._client.delete_many, keys))
-
-    def compare_and_set(
-        self, key: str, value: bytes, expected: Version | None
-    ) -> tuple[Entry | None, bool]:
-        request = partial(self._client.compare_and_set, key, value, expected)
-        return self._timed("compare_and_set", request)
-
-    def add(self, key: str, delta: int) -> int:
-        return self._timed("add", partial(self._client.add, key, delta))
-
-    def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
-        return self._timed("wait", partial(self._client.wait, key, version, timeout))
-
-    def expire(self, seconds: float) -> None:
-        self._timed("expire", partial(self._client.expire, seconds))
-
-    def interrupt(self) -> None:
-        self._client.interrupt()
-
-    def hold(self, callers: int) -> None:
-        self._client.hold(callers)
-
-    def inspect(self) -> Iterable[Finding]:
-        return self._client.inspect()
-
-    def standing(self) -> Standing | None:
-        return self._client.standing()
-
-    def why_absent(self, prefix: str) -> str:
-        return self._client.why_absent(prefix)
-
-    def check_size(self, key: str, value: bytes) -> None:
-        self._client.check_size(key, value)
-
-    def close(self) -> None:
-        self._client.close()
 
 
 class _Output(Protocol):
