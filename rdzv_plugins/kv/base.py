@@ -25,7 +25,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 from urllib.parse import quote
@@ -58,7 +58,10 @@ __all__ = [
     "Stored",
     "Wake",
     "WokenError",
+    "busy",
     "clock_hint",
+    "find_problem",
+    "full",
     "in_background",
     "is_unresolved",
     "refused",
@@ -151,15 +154,34 @@ class Problem:
     exhausted: bool = False
 
 
-def refused(said: str, likely: str) -> Problem:
+def refused(likely: str) -> Problem:
     """A request that the store has answered and refused; it may lack a right or a setting.
 
     Args:
-        said: the store's own words.
         likely: what may be missing, or be in between, and what to do.
     """
-    text = f"refused a request: {said}; {likely}; rdzv check tries each kind of request"
+    text = f"refused a request: {{said}}; {likely}; rdzv check tries each kind of request"
     return Problem(text, state=True)
+
+
+def busy(advice: str) -> Problem:
+    """A server that refuses requests because it has too many."""
+    text = f"was too busy for {{timeout:g}} s ({{said}}); {advice}"
+    return Problem(text, retryable=True, undone=True)
+
+
+def full(advice: str) -> Problem:
+    """A server that refuses each write because it has no room."""
+    text = f"is full: it took no write for {{timeout:g}} s ({{said}}); {advice}"
+    return Problem(text, retryable=True, undone=True)
+
+
+def find_problem(problems: Mapping[str, Problem], error: str, **words: object) -> Problem | None:
+    """The first problem whose pattern is found in ``error``, with ``words`` put into its text."""
+    for pattern, problem in problems.items():
+        if re.search(pattern, error):
+            return replace(problem, text=problem.text.format(**words))
+    return None
 
 
 class WokenError(Exception):

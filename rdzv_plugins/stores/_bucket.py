@@ -40,7 +40,9 @@ from rdzv_plugins.kv.base import (
     StoreClient,
     Stored,
     WokenError,
+    busy,
     clock_hint,
+    find_problem,
     refused,
     segments,
     stamped,
@@ -101,9 +103,31 @@ _CLOCK_ADVICE = "have NTP set it: services refuse what is signed 15 minutes off"
 # less this host's monotonic one. It is late by a second, and by the time of a request, at most.
 _clocks: dict[str, float] = {}
 
-_BUSY = re.compile(r"(?i)\b(429|503|Slow ?Down|ServerBusy|TooManyRequests|OperationTimedOut)\b")
-# As AWS says it with the status 400.
-_EXPIRED = re.compile(r"\b(ExpiredToken|InvalidToken|TokenRefreshRequired)\b")
+# Errors' meanings, by a pattern of the class and the text: the first that matches counts.
+_PROBLEMS = {
+    # AWS tells of an expired token with the status 400.
+    rf"^({'|'.join(_DENIED)}): |\b(ExpiredToken|InvalidToken|TokenRefreshRequired)\b": Problem(
+        "refused the credentials ({said}){clock}; they must allow to get, put, delete and list "
+        "objects under '{above}/', and so must policies and network rules",
+        denied=True,
+    ),
+    # It may just have been made.
+    f"^({'|'.join(_ABSENT)}): ": Problem(
+        "has no such bucket ({said}); create it, or name another; nodes that run write their run "
+        "again",
+        retryable=True,
+    ),
+    # A store that knows no conditional write, and says so.
+    "^NotSupportedError: |: .*(NotImplemented|A header you provided implies)": Problem(
+        "knows no conditional writes ({said}); take another store", state=True
+    ),
+    r"(?i)\b(429|503|Slow ?Down|ServerBusy|TooManyRequests|OperationTimedOut)\b": replace(
+        busy("raise keep_alive_interval and poll_interval_max"), undone=False
+    ),
+    r"(?i)^(?!GenericError: )|(?:status|code|error)[: ]+4\d\d\b": refused(
+        "are bucket, region and url right?"
+    ),
+}
 # The server's time in an error of S3 or Azure.
 _SERVER_TIME = re.compile(r"(?:<ServerTime>|\bTime:)(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
@@ -115,8 +139,6 @@ _CAUSE = re.compile(r'\b(?:error|message): "([^"\n]{1,100})"')
 _METADATA = re.compile(r"169\.254\.|/metadata/|External AWS credential provider")
 # obstore says this of a folder with a name that it cannot write; it lists none of the folder.
 _UNLISTABLE = re.compile("object with invalid path")
-# Of a store that knows no conditional write, and says so.
-_UNKNOWN = re.compile("NotImplemented|A header you provided implies")
 # obstore's threads let go of Python's objects after an answer. Where they still did so as Python
 # ended, 1 to 5 of 100 processes died of SIGABRT.
 _REST_SECONDS = 0.1
@@ -124,7 +146,6 @@ _REST_SECONDS = 0.1
 _LONGEST_END = 1.0
 _URL = re.compile(r"https?://[^/\s@?#][^\s@?#]*")
 _LONG_URL = re.compile(r"(https?://\S{80})\S+")
-_STATUS = re.compile(r"(?i)(?:status|code|error)[: ]+(4\d\d)\b")
 
 
 class _Deadline(msgspec.Struct, frozen=True):
@@ -424,30 +445,12 @@ class BucketClient(StoreClient):
             return self._unreachable(error)
         if not type(error).__module__.startswith("obstore") and kind not in _ABSENT | _DENIED:
             return None
-        if kind in _DENIED or _EXPIRED.search(said):
-            return Problem(
-                f"refused the credentials ({said}){_clock(error)}; they must allow to get, put, "
-                f"delete and list objects under '{self._above}/', and so must policies and network "
-                "rules",
-                denied=True,
-            )
-        if kind in _ABSENT:
-            # It may just have been made.
-            return Problem(
-                f"has no such bucket ({said}); create it, or name another; nodes that run write "
-                "their run again",
-                retryable=True,
-            )
-        if kind == "NotSupportedError" or _UNKNOWN.search(said):
-            return Problem(f"knows no conditional writes ({said}); take another store", state=True)
-        if _BUSY.search(said):
-            return Problem(
-                f"was too busy for {self.timeout:g} s ({said}); raise keep_alive_interval and "
-                "poll_interval_max",
-                retryable=True,
-            )
-        if _STATUS.search(said) or kind != "GenericError":
-            return refused(said, "are bucket, region and url right?")
+        problem = find_problem(
+            _PROBLEMS, f"{kind}: {said}", said=said, timeout=self.timeout,
+            clock=_clock(error), above=self._above,
+        )  # fmt: skip
+        if problem is not None:
+            return problem
         if (untrusted := _UNTRUSTED.search(str(error))) is not None:
             return Problem(
                 f"failed the TLS handshake ({untrusted[1]}): the certificate must be valid by this "

@@ -38,6 +38,8 @@ from rdzv_plugins.kv.base import (
     Problem,
     Wake,
     clock_hint,
+    find_problem,
+    full,
     in_background,
     is_unresolved,
     refused,
@@ -76,6 +78,38 @@ _DENIED = re.compile(
     "|UnrecognizedClient)(Exception)?|InvalidClientTokenId|SignatureDoesNotMatch|RequestExpired"
     "|RequestTimeTooSkewed"
 )
+_SLOW = (
+    "could not keep up for {timeout:g} s ({said}); raise the table's capacity, poll_interval_max "
+    "or keep_alive_interval"
+)
+_REFUSED = (
+    "refused the credentials ({said}){clock}; check them with 'aws sts get-caller-identity'; they "
+    "must allow {actions}"
+)
+# Errors' meanings, by a pattern of code and HTTP status: the first that matches counts.
+_PROBLEMS = {
+    "^Unconfigured ": Problem(_REFUSED),
+    rf"^({_DENIED.pattern}) ": Problem(_REFUSED, denied=True),
+    f"^{_MISSING} ": Problem(
+        "does not exist ({said}); create it, and the nodes write their run again"
+    ),
+    "^ItemCollectionSizeLimitExceededException ": full(
+        "delete what nobody needs of the run, or name another table"
+    ),
+    rf"^({_THROTTLED.pattern}) ": Problem(_SLOW, retryable=True, undone=True),
+    "^TransactionCanceledException for throttling ": Problem(_SLOW, retryable=True),
+    "^TransactionCanceledException ": Problem(_SLOW),
+    r" 5\d\d$": Problem("or its proxy failed for {timeout:g} s ({said})", retryable=True),
+}
+_REFUSALS = {
+    "size has exceeded": Problem(
+        "holds items of at most 400 KB, keys included ({said})", state=True
+    ),
+    "": refused(
+        "is the table made as rdzv docs stores says, and not by another program? The role must "
+        "allow {actions}"
+    ),
+}
 _UNTRUSTED = re.compile("CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER")
 _UNCONFIGURED = (NoRegionError, PartialCredentialsError, ProfileNotFound)
 # At a boot an agent may be there before the service that has the credentials of the host's role.
@@ -239,33 +273,21 @@ class Table:
 
 def problem_of(error: Exception, timeout: float) -> Problem | None:
     """As `StoreClient._problem`, for requests that may take ``timeout`` seconds."""
-    code, said = code_of(error), _said(error)
-    throttled = _THROTTLED.fullmatch(code) is not None
-    if isinstance(error, (*_UNCONFIGURED, *_LATE)) or _DENIED.fullmatch(code):
-        return Problem(
-            f"refused the credentials ({said}){clock_hint(_date_of(_answer(error)))}; check them "
-            f"with 'aws sts get-caller-identity'; they must allow {_ACTIONS}",
-            denied=_DENIED.fullmatch(code) is not None,
-        )
-    if code == _MISSING:
-        return Problem(f"does not exist ({said}); create it, and the nodes write their run again")
-    if code == "ItemCollectionSizeLimitExceededException":
-        return Problem(
-            f"is full: it took no write for {timeout:g} s ({said}); delete what nobody needs of "
-            "the run, or name another table",
-            retryable=True,
-            undone=True,
-        )
-    if throttled or code == "TransactionCanceledException":
-        faults = {str(it.get("Code")) for it in _answer(error).get("CancellationReasons", ())}
-        return Problem(
-            f"could not keep up for {timeout:g} s ({said}); raise the table's capacity, "
-            "poll_interval_max or keep_alive_interval",
-            retryable=all(_THROTTLED.fullmatch(fault) for fault in faults - {"None"}),
-            undone=throttled,
-        )
-    if _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
-        return Problem(f"or its proxy failed for {timeout:g} s ({said})", retryable=True)
+    said = _said(error)
+    code = code_of(error) or type(error).__name__
+    if isinstance(error, _UNCONFIGURED + _LATE):
+        code = "Unconfigured"
+    if code == "TransactionCanceledException":
+        reasons = _answer(error).get("CancellationReasons", ())
+        faults = {str(it.get("Code")) for it in reasons} - {"None"}
+        code += " for throttling" if all(map(_THROTTLED.fullmatch, faults)) else ""
+    status = _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    problem = find_problem(
+        _PROBLEMS, f"{code} {status}", said=said, timeout=timeout, actions=_ACTIONS,
+        clock=clock_hint(_date_of(_answer(error))),
+    )  # fmt: skip
+    if problem is not None:
+        return problem
     if is_unresolved(error):
         return Problem(
             f"{UNREACHED} within {timeout:g} s, for its name cannot be resolved ({said}); "
@@ -284,13 +306,7 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
         # A status instead of a code: another server's answer.
         return Problem(f"does not answer as DynamoDB does ({said}); is it another server's port?")
     if isinstance(error, ClientError | BotoCoreError):
-        if "size has exceeded" in said:
-            return Problem(f"holds items of at most 400 KB, keys included ({said})", state=True)
-        return refused(
-            said,
-            "is the table made as rdzv docs stores says, and not by another program? The role must "
-            f"allow {_ACTIONS}",
-        )
+        return find_problem(_REFUSALS, said, said=said, actions=_ACTIONS)
     return None
 
 

@@ -27,10 +27,9 @@ The token needs ``key_prefix "<prefix>/" { policy = "write" }``.
 from __future__ import annotations
 
 import base64
-import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 from typing import Any, ClassVar, NamedTuple
@@ -44,6 +43,9 @@ from rdzv_plugins.kv.base import (
     Problem,
     StoreClient,
     Stored,
+    busy,
+    find_problem,
+    full,
     refused,
     segments,
     version_of,
@@ -59,13 +61,38 @@ __all__ = ["Client", "Options"]
 
 _LARGEST_VALUE = 384_000
 
-_OF_ACL = re.compile("Permission denied|ACL ")
-
 # A parked query is renewed this often, to detect a server that lost its data.
 _LONGEST_PARK = 10.0
 
 # The most expired runs that one `expire` removes.
 _SWEEP = 20
+
+# Errors' meanings, by a pattern of status and text: the first that matches counts.
+_PROBLEMS = {
+    "^HTTP 401|^HTTP 40[39]: .*Permission denied|^HTTP 403: .*ACL ": Problem(
+        "refused the token ({said}); set one in $RDZV_PLUGINS_TOKEN that has {grant}", denied=True
+    ),
+    "^HTTP 403": Problem(
+        "refused the token ({said}, perhaps a proxy's answer); set one in $RDZV_PLUGINS_TOKEN that "
+        "has {grant}"
+    ),
+    "^HTTP 429": busy(
+        "raise its limits (http_max_conns_per_client, rpc_rate) or keep_alive_interval"
+    ),
+    "^HTTP 413": Problem(
+        "refused a value ({said}); its txn_max_req_len is below the default, which allows "
+        f"{_LARGEST_VALUE:,} bytes",
+        state=True,
+    ),
+    "^HTTP 400.*HTTPS": Problem(
+        "requires TLS; write https:// in front of the endpoint, or tls=true"
+    ),
+    "^HTTP [1-4]": refused(
+        "a proxy in between must let /v1/kv and /v1/txn through, and the token needs {grant}"
+    ),
+    # Some of the servers may have written it.
+    "no space left": replace(full("make room on the disks of its servers"), undone=False),
+}
 
 _FULL = ", and does its http_max_conns_per_client let this host connect once more"
 
@@ -194,48 +221,15 @@ class Client(StoreClient):
                 isinstance(error, ConnectionError) and type(error) is not ConnectionRefusedError
             )
             return http_problem(self, error, _FULL if hung_up else "")
-        text, status = str(error), error.status
-        of_acl = status == 401 or _OF_ACL.search(text) is not None
-        if status == 403 and not of_acl:
-            text += ", perhaps a proxy's answer"
-        if status in (401, 403):
-            return Problem(
-                f"refused the token ({text}); set one in $RDZV_PLUGINS_TOKEN that has "
-                f"{self._grant}",
-                # A server that has just started may not have read its tokens yet.
-                retryable=error.was_accepted and "ACL not found" in text,
-                denied=of_acl,
-            )
-        if status == 429:
-            return Problem(
-                f"was too busy for {self.timeout:g} s ({text}); raise its limits "
-                "(http_max_conns_per_client, rpc_rate) or keep_alive_interval",
-                retryable=True,
-                undone=True,
-            )
-        if status == 413:
-            return Problem(
-                f"refused a value ({text}); its txn_max_req_len is below the default, "
-                f"which allows {_LARGEST_VALUE:,} bytes",
-                state=True,
-            )
-        if status == 400 and "HTTPS" in text:
-            return Problem("requires TLS; write https:// in front of the endpoint, or tls=true")
-        if status < 500:
-            return refused(
-                text,
-                "a proxy in between must let /v1/kv and /v1/txn through, and the token needs "
-                f"{self._grant}",
-            )
-        if "no space left" in text:
-            return Problem(
-                f"is full: it took no write for {self.timeout:g} s ({text}); make room on the "
-                "disks of its servers",
-                retryable=True,
-            )
-        # Without a leader, or a connection to the leader, an agent forwards nothing.
-        unsent = "No cluster leader" in text or "rpc error getting client" in text
-        return self._unreachable(error, undone=unsent)
+        said = str(error)
+        problem = find_problem(_PROBLEMS, said, said=said, timeout=self.timeout, grant=self._grant)
+        if problem is None:
+            # Without a leader, or a connection to the leader, an agent forwards nothing.
+            unsent = "No cluster leader" in said or "rpc error getting client" in said
+            return self._unreachable(error, undone=unsent)
+        # A server that has just started may not have read its tokens yet.
+        late = error.was_accepted and problem.denied and "ACL not found" in said
+        return replace(problem, retryable=problem.retryable or late)
 
     def inspect(self) -> Iterable[Finding]:
         yield self._transport.inspect()

@@ -47,6 +47,8 @@ from rdzv_plugins.kv.base import (
     Problem,
     StoreClient,
     Stored,
+    find_problem,
+    full,
     refused,
     segments,
     version_of,
@@ -80,6 +82,49 @@ _CANCELLED, _UNKNOWN, _DEADLINE, _DENIED, _EXHAUSTED, _INTERNAL, _UNAVAILABLE, _
 
 # With the header hasleader, a member without a leader refuses a request before executing it.
 _NO_LEADER = "etcdserver: no leader"
+
+_SILENT = Problem(
+    "gave no answer within {timeout:g} s ({said}); is a majority of its members running, and do "
+    "their disks and networks keep up?",
+    retryable=True,
+)
+# Errors' meanings, by a pattern of gRPC code, "user" or "anonymous", HTTP status, "later" (a retry
+# may succeed) or "never", and text: the first that matches counts.
+_PROBLEMS = {
+    "authentication is not enabled": Problem(
+        "has authentication disabled ({said}); leave out the user", denied=True
+    ),
+    # A request without a user is denied too.
+    f"^{_DENIED} user": Problem(
+        "denied a right ({said}) to the user '{user}'; grant it to a role of the user: etcdctl "
+        "role grant-permission <role> {grant}",
+        denied=True,
+    ),
+    f"^({_DENIED}|{_UNAUTHENTICATED}) |user name is empty|authentication|auth store is": Problem(
+        "refused the credentials ({said}); set the user in the endpoint and the password in "
+        "$RDZV_PLUGINS_PASSWORD",
+        retryable=True,  # With a new token.
+        undone=True,
+        denied=True,
+    ),
+    "CommonName of client": Problem(
+        "refuses a client certificate with a common name while authentication is on; set cert_file "
+        "to one without a common name",
+        denied=True,
+    ),
+    # etcd itself also answers 404, for example if a lease is not found.
+    r" 404 \w+: (?!etcdserver:)": Problem(
+        "has no v3 gateway: it is older than 3.4, or runs with --enable-grpc-gateway=false, or is "
+        "not etcd"
+    ),
+    "space exceeded": full("compact and defragment it, then `etcdctl alarm disarm`"),
+    f" later: ({_NO_LEADER}$|.*too many requests)": replace(_SILENT, undone=True),
+    " later: ": _SILENT,
+    "": refused(
+        "a proxy in between must let /v3 through, and with authentication the role of the user "
+        "needs {grant}"
+    ),
+}
 
 _HEADERS = {
     "Content-Type": "application/json",
@@ -293,57 +338,16 @@ class Client(StoreClient):
     def _problem(self, error: Exception) -> Problem | None:
         if not isinstance(error, RefusedError):
             return http_problem(self, error, ", or does it want https://")
-        text = str(error)
-        if "authentication is not enabled" in text:
-            return Problem(f"has authentication disabled ({text}); leave out the user", denied=True)
-        # A request without a user is denied too.
-        if error.code == _DENIED and self._user is not None:
-            return Problem(
-                f"denied a right ({text}) to the user '{self._user}'; grant it to a role of the "
-                f"user: etcdctl role grant-permission <role> {self._grant}",
-                denied=True,
-            )
-        if error.code in (_DENIED, _UNAUTHENTICATED) or any(
-            words in text for words in ("user name is empty", "authentication", "auth store is old")
-        ):
-            return Problem(
-                f"refused the credentials ({text}); set the user in the endpoint and the password "
-                "in $RDZV_PLUGINS_PASSWORD",
-                retryable=error.of_token,
-                undone=error.of_token,
-                denied=not error.stale,
-            )
-        if "CommonName of client" in text:
-            return Problem(
-                "refuses a client certificate with a common name while authentication is on; "
-                "set cert_file to one without a common name",
-                denied=True,
-            )
-        # etcd itself also answers 404, for example if a lease is not found.
-        if error.status == 404 and not text.startswith("etcdserver:"):
-            return Problem(
-                "has no v3 gateway: it is older than 3.4, or runs with "
-                "--enable-grpc-gateway=false, or is not etcd"
-            )
-        if "space exceeded" in text:
-            return Problem(
-                f"is full: it took no write for {self.timeout:g} s ({text}); "
-                "compact and defragment it, then `etcdctl alarm disarm`",
-                retryable=True,
-                undone=True,
-            )
-        if error.retryable:
-            return Problem(
-                f"gave no answer within {self.timeout:g} s ({text}); "
-                "is a majority of its members running, and do their disks and networks keep up?",
-                retryable=True,
-                undone="too many requests" in text or text == _NO_LEADER,
-            )
-        return refused(
-            text,
-            "a proxy in between must let /v3 through, and with authentication the role of the user "
-            f"needs {self._grant}",
-        )
+        said = str(error)
+        who = "anonymous" if self._user is None else "user"
+        when = "later" if error.retryable else "never"
+        problem = find_problem(
+            _PROBLEMS, f"{error.code} {who} {error.status} {when}: {said}",
+            said=said, timeout=self.timeout, user=self._user, grant=self._grant,
+        )  # fmt: skip
+        if problem is not None and problem.denied and problem.retryable and not error.of_token:
+            return replace(problem, retryable=False, undone=False)
+        return replace(problem, denied=False) if problem is not None and error.stale else problem
 
     def _disconnect(self) -> None:
         self._http.close()

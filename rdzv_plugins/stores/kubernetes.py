@@ -59,7 +59,10 @@ from rdzv_plugins.kv.base import (
     Problem,
     StoreClient,
     Stored,
+    busy,
     clock_hint,
+    find_problem,
+    full,
     refused,
     segments,
     version_of,
@@ -110,10 +113,58 @@ _PUT = "rdzv-plugins/put"
 _OF_MARK = "mark"
 _VALUE = "value"
 
-# As the API server says that a user has no right, and no policy does.
-_OF_RBAC = re.compile(r"is forbidden: User .* cannot |^HTTP 403: Forbidden$")
-
 _VERBS = "get, list, watch, create, update, delete"
+
+# Errors' meanings, by a pattern of status and text: the first that matches counts.
+_PROBLEMS = {
+    "^HTTP 401": Problem(
+        "refused the token ({said}){clock}; set another in $RDZV_PLUGINS_TOKEN or token_file, or "
+        "log in to the kubeconfig's context anew",
+        denied=True,
+    ),
+    '^HTTP 403.* User "system:anonymous"': Problem(
+        "was asked without a token ({said}); set one in $RDZV_PLUGINS_TOKEN or token_file",
+        denied=True,
+    ),
+    "^HTTP 403.* exceeded quota": full("raise the quota of the namespace '{space}'"),
+    "^HTTP 403.* being terminated": Problem(
+        "is deleting the namespace '{space}' ({said}); set another with namespace=", undone=True
+    ),
+    # RBAC denies with these words; a policy, a webhook or a proxy has others.
+    "^HTTP 403: (?!Forbidden$)(?!.*is forbidden: User .* cannot )": Problem(
+        "refused a request, and no role is the cause ({said}): ask who runs the cluster for its "
+        "policies and admission webhooks, or look for a proxy in between; labels= gives the "
+        "ConfigMaps the labels that a policy asks for",
+        undone=True,
+    ),
+    "^HTTP 403": Problem(
+        f"denied a right ({{said}}); bind the user to a role with the verbs {_VERBS}: kubectl -n "
+        "{space} create role rdzv --resource=configmaps "
+        f"--verb={_VERBS.replace(' ', '')}",
+        denied=True,
+    ),
+    "^HTTP 404.*namespaces": Problem(
+        "has no namespace '{space}'; kubectl create namespace {space}, or set namespace=",
+        state=True,
+    ),
+    "^HTTP 429": busy(
+        "raise keep_alive_interval, or the share of this user in its priority and fairness"
+    ),
+    "^HTTP 400.*HTTPS": Problem("requires TLS; write https:// in front of the endpoint"),
+    "^HTTP 413|etcdserver: request is too large": Problem(
+        "refused a value ({said}); its etcd takes less", state=True
+    ),
+    "space exceeded": full("compact and defragment its etcd, then `etcdctl alarm disarm`"),
+    "^HTTP 5": Problem(
+        "gave no answer within {timeout:g} s ({said}); is its etcd running, and every webhook that "
+        "it asks?",
+        retryable=True,
+    ),
+    "": refused(
+        f"a proxy in between must let /api/v1 through, and the user needs the verbs {_VERBS} on "
+        "ConfigMaps of the namespace '{space}'"
+    ),
+}
 
 _HEADERS = {"Accept": "application/json", "User-Agent": "rdzv-plugins"}
 
@@ -290,80 +341,14 @@ class Client(StoreClient):
     def _problem(self, error: Exception) -> Problem | None:
         if not isinstance(error, RefusedError):
             return http_problem(self, error)
-        text, status, space = str(error), error.status, self._login.namespace
-        if status == 401:
-            return Problem(
-                f"refused the token ({text}){clock_hint(self._server_time())}; set another in "
-                "$RDZV_PLUGINS_TOKEN or token_file, or log in to the kubeconfig's context anew",
-                retryable=error.renewed,
-                undone=error.renewed,
-                denied=True,
-            )
-        if status == 403 and 'User "system:anonymous"' in text:
-            return Problem(
-                f"was asked without a token ({text}); set one in $RDZV_PLUGINS_TOKEN or token_file",
-                denied=True,
-            )
-        if status == 403 and "exceeded quota" in text:
-            return Problem(
-                f"is full: it took no write for {self.timeout:g} s ({text}); raise the quota of "
-                f"the namespace '{space}'",
-                retryable=True,
-                undone=True,
-            )
-        if status == 403 and "being terminated" in text:
-            return Problem(
-                f"is deleting the namespace '{space}' ({text}); set another with namespace=",
-                undone=True,
-            )
-        if status == 403 and _OF_RBAC.search(text) is None:
-            return Problem(
-                f"refused a request, and no role is the cause ({text}): ask who runs the cluster "
-                "for its policies and admission webhooks, or look for a proxy in between; labels= "
-                "gives the ConfigMaps the labels that a policy asks for",
-                undone=True,
-            )
-        if status == 403:
-            return Problem(
-                f"denied a right ({text}); bind the user to a role with the verbs {_VERBS}: "
-                f"kubectl -n {space} create role rdzv --resource=configmaps "
-                f"--verb={_VERBS.replace(' ', '')}",
-                denied=True,
-            )
-        if status == 404 and "namespaces" in text:
-            return Problem(
-                f"has no namespace '{space}'; kubectl create namespace {space}, or set namespace=",
-                state=True,
-            )
-        if status == 429:
-            return Problem(
-                f"was too busy for {self.timeout:g} s ({text}); raise keep_alive_interval, or the "
-                "share of this user in its priority and fairness",
-                retryable=True,
-                undone=True,
-            )
-        if status == 400 and "HTTPS" in text:
-            return Problem("requires TLS; write https:// in front of the endpoint")
-        if status == 413 or "etcdserver: request is too large" in text:
-            return Problem(f"refused a value ({text}); its etcd takes less", state=True)
-        if "space exceeded" in text:
-            return Problem(
-                f"is full: it took no write for {self.timeout:g} s ({text}); compact and "
-                "defragment its etcd, then `etcdctl alarm disarm`",
-                retryable=True,
-                undone=True,
-            )
-        if status >= 500:
-            return Problem(
-                f"gave no answer within {self.timeout:g} s ({text}); is its etcd running, and "
-                "every webhook that it asks?",
-                retryable=True,
-            )
-        return refused(
-            text,
-            f"a proxy in between must let /api/v1 through, and the user needs the verbs {_VERBS} "
-            f"on ConfigMaps of the namespace '{space}'",
+        said, clock = str(error), clock_hint(self._server_time())
+        space = self._login.namespace
+        problem = find_problem(
+            _PROBLEMS, said, said=said, timeout=self.timeout, space=space, clock=clock
         )
+        if problem is None or not error.renewed:
+            return problem
+        return replace(problem, retryable=True, undone=True)
 
     @classmethod
     def locate(cls, endpoint: str) -> Place:

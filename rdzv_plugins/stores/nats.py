@@ -41,7 +41,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote
@@ -60,6 +60,8 @@ from rdzv_plugins.kv.base import (
     StoreClient,
     Stored,
     Wake,
+    find_problem,
+    full,
     refused,
     segments,
     version_of,
@@ -71,7 +73,7 @@ from rdzv_plugins.settings.options import ServerOptions, first_line, given_or_in
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
 
-__all__ = ["Client", "Link", "Options", "Transport", "UnfitServerError", "is_refusal"]
+__all__ = ["Client", "Link", "Options", "Transport", "UnfitServerError"]
 
 T = TypeVar("T")
 
@@ -108,8 +110,52 @@ _NO_JETSTREAM = (10039, 10076)
 # published.
 _GONE = (None, _NO_STREAM, *_NO_JETSTREAM)
 
-_REFUSED = re.compile("(?i)authorization|authentication|permissions violation|credentials|expired")
-_LACKS_A_RIGHT = re.compile("(?i)permissions violation")
+_REPUBLISH = "--republish-source='$KV.{bucket}.>' --republish-destination='$RKV.{bucket}.>'"
+# Errors' meanings, by a pattern of the class and the text, and of an answer of JetStream by its
+# status, "made" (by create_bucket) or "not made", and text: the first that matches counts.
+_PROBLEMS = {
+    rf"^answer .*, made: .*\[{_NO_STREAM}\]": Problem(
+        "has lost its bucket '{bucket}'; it is created again", retryable=True
+    ),
+    rf"^answer .*\[{_NO_STREAM}\]": Problem(
+        "has no bucket '{bucket}'; create it, with nats kv add {bucket} "
+        + _REPUBLISH
+        + ", or with create_bucket=true",
+        state=True,
+    ),
+    # Of three replicas one may have it.
+    rf"^answer .*\[({'|'.join(map(str, _OUT_OF_SPACE))})\]": replace(
+        full("raise the limits of the bucket, the account or the servers"), undone=False
+    ),
+    rf"^answer .*\[({'|'.join(map(str, _NO_JETSTREAM))})\]": Problem(
+        "offers no JetStream to this user ({said}); enable it for the server (-js) and the account",
+        denied=True,
+    ),
+    "^answer [0-4]": refused(
+        "was the bucket made by another program? The permissions must allow {grant}"
+    ),
+    "^SilentBucketError": Problem(
+        "has a bucket '{bucket}' that does not republish, so nobody would be woken; run nats "
+        "stream edit KV_{bucket} " + _REPUBLISH,
+        state=True,
+    ),
+    "^MaxPayloadError": Problem(
+        f"refused a value: its max_payload is below {_LARGEST_VALUE:,} bytes", state=True
+    ),
+    "(?i)^(?!answer ).*permissions violation": Problem(
+        "denied a right ({said}); the user's permissions must allow {grant}", denied=True
+    ),
+    "(?i)^(?!answer ).*(authorization|authentication|credentials|expired)": Problem(
+        "refused the user ({said}); set user and $RDZV_PLUGINS_PASSWORD, $RDZV_PLUGINS_TOKEN, "
+        "nkey_file or credentials_file; its permissions must allow {grant}",
+        denied=True,
+    ),
+    "^NoRespondersError": Problem(
+        "has no JetStream that answers: start its servers with -js, a majority of them, and set "
+        "domain= to theirs if they have one",
+        retryable=True,
+    ),
+}
 
 # How long the end of a connection may take.
 _CLOSE_SECONDS = 1.0
@@ -202,43 +248,23 @@ class Client(StoreClient):
         return None  # Look again.
 
     def _problem(self, error: Exception) -> Problem | None:
-        text = " ".join(str(error).split()).removeprefix("nats: ")
         if isinstance(error, ssl.SSLError) and is_of_tls(str(error)):
             return tls_problem(str(error))
         if isinstance(error, UnfitServerError):
             return Problem(str(error))
-        if isinstance(error, APIError):
-            return self._answered(error)
-        if isinstance(error, SilentBucketError):
-            bucket = self._options.bucket
-            return Problem(
-                f"has a bucket '{bucket}' that does not republish, so nobody would be woken; run "
-                f"nats stream edit KV_{bucket} --republish-source='$KV.{bucket}.>' "
-                f"--republish-destination='$RKV.{bucket}.>'",
-                state=True,
-            )
-        if isinstance(error, nats.errors.MaxPayloadError):
-            return Problem(
-                f"refused a value: its max_payload is below {_LARGEST_VALUE:,} bytes", state=True
-            )
-        if is_refusal(error):
-            if _LACKS_A_RIGHT.search(text):
-                return Problem(
-                    f"denied a right ({text}); the user's permissions must allow {self._grant}",
-                    denied=True,
-                )
-            return Problem(
-                f"refused the user ({text}); set user and $RDZV_PLUGINS_PASSWORD, "
-                "$RDZV_PLUGINS_TOKEN, nkey_file or credentials_file; its permissions must allow "
-                f"{self._grant}",
-                denied=True,
-            )
-        if isinstance(error, nats.errors.NoRespondersError):
-            return Problem(
-                "has no JetStream that answers: start its servers with -js, a majority of them, "
-                "and set domain= to theirs if they have one",
-                retryable=True,
-            )
+        if isinstance(error, nats.errors.Error | SilentBucketError):
+            said = " ".join(str(error).split()).removeprefix("nats: ")
+            kind = type(error).__name__
+            if isinstance(error, APIError):
+                said = f"{error.description} [{error.err_code}]"
+                made = "made" if self._options.create_bucket else "not made"
+                kind = f"answer {error.code or 0}, {made}"
+            problem = find_problem(
+                _PROBLEMS, f"{kind}: {said}", said=said,
+                timeout=self.timeout, bucket=self._options.bucket, grant=self._grant,
+            )  # fmt: skip
+            if problem is not None:
+                return problem
         if isinstance(error, NonsenseError | nats.errors.ProtocolError):
             why = error.__cause__
             return self._odd(why if isinstance(why, Exception) else error)
@@ -246,38 +272,6 @@ class Client(StoreClient):
             undone = isinstance(error, ConnectionRefusedError | socket.gaierror)
             return self._unreachable(error, undone=undone)
         return None
-
-    def _answered(self, error: APIError) -> Problem:
-        """The meaning of an answer of JetStream."""
-        said = f"{error.description} [{error.err_code}]"
-        bucket = self._options.bucket
-        if error.err_code == _NO_STREAM and self._options.create_bucket:
-            return Problem(f"has lost its bucket '{bucket}'; it is created again", retryable=True)
-        if error.err_code == _NO_STREAM:
-            return Problem(
-                f"has no bucket '{bucket}'; create it, with "
-                f"nats kv add {bucket} --republish-source='$KV.{bucket}.>' "
-                f"--republish-destination='$RKV.{bucket}.>', or with create_bucket=true",
-                state=True,
-            )
-        if error.err_code in _OUT_OF_SPACE:
-            return Problem(
-                f"is full: it took no write for {self.timeout:g} s ({said}); raise the limits of "
-                "the bucket, the account or the servers",
-                retryable=True,
-            )
-        if error.err_code in _NO_JETSTREAM:
-            return Problem(
-                f"offers no JetStream to this user ({said}); enable it for the server (-js) and "
-                "the account",
-                denied=True,
-            )
-        if error.code is not None and error.code >= 500:
-            return self._unreachable(error)
-        return refused(
-            said,
-            f"was the bucket made by another program? The permissions must allow {self._grant}",
-        )
 
     def inspect(self) -> Iterable[Finding]:
         link = self._call(lambda limit: self._transport.run(self._transport.link(), limit))
@@ -841,11 +835,6 @@ class Transport:
 async def _end(link: Link) -> None:
     with contextlib.suppress(Exception):
         await asyncio.wait_for(link.connection.close(), _CLOSE_SECONDS)
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether the server refuses who asks, as nats-py tells it."""
-    return isinstance(error, nats.errors.Error) and _REFUSED.search(str(error)) is not None
 
 
 def _login(target: Endpoint, options: Options) -> dict[str, Any]:

@@ -61,6 +61,8 @@ from rdzv_plugins.kv.base import (
     Problem,
     StoreClient,
     Stored,
+    find_problem,
+    full,
     refused,
     version_of,
 )
@@ -212,10 +214,7 @@ _PROBLEMS = {
         "was too busy for {timeout:g} s ({said}), or another session locks the table {table}",
         retryable=True,
     ),
-    r"^53100|No space left on device": Problem(
-        "is full: it took no write for {timeout:g} s ({said}); make room on its disk",
-        retryable=True,
-    ),
+    r"^53100|No space left on device": full("make room on its disk"),
     r"^(53|58)": Problem("lacks resources ({said}); its log says more", retryable=True),
     r"^42P01": Problem("has no table {table}; set create_table=true, or run: {statement}"),
     # The latter of who may use no schema, and is to create the table.
@@ -228,6 +227,7 @@ _PROBLEMS = {
         "has a table {table} with another schema ({said}); name another table with table="
     ),
 }
+_ANY_OTHER = {"": refused("the server's log says more; the user needs: {grant}")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,24 +468,17 @@ class Client(StoreClient):
     def _problem(self, error: Exception) -> Problem | None:
         if not isinstance(error, psycopg.Error):
             return self._unreachable(error) if isinstance(error, OSError) else None
-        said = _said(error)
-        for pattern, problem in _PROBLEMS.items():
-            if re.search(pattern, f"{error.sqlstate or ''} {said}"):
-                text = problem.text.format(
-                    said=said,
-                    timeout=self.timeout,
-                    table=self._name,
-                    statement=_TABLE.format(table=self._name),
-                    grant=self._grant(self._user),
-                )
-                denied = problem.denied or refuses_client(said)
-                return replace(problem, text=text, undone=True, denied=denied)
+        said, grant = _said(error), self._grant(self._user)
+        problem = find_problem(
+            _PROBLEMS, f"{error.sqlstate or ''} {said}", said=said, timeout=self.timeout,
+            table=self._name, statement=_TABLE.format(table=self._name), grant=grant,
+        )  # fmt: skip
+        if problem is not None:
+            return replace(problem, undone=True, denied=problem.denied or refuses_client(said))
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             unsent = isinstance(error, UnconnectedError)
             return self._unreachable(psycopg.OperationalError(said), undone=unsent)
-        return refused(
-            said, f"the server's log says more; the user needs: {self._grant(self._user)}"
-        )
+        return find_problem(_ANY_OTHER, "", said=said, grant=grant)
 
     def _disconnect(self) -> None:
         with self._lock:

@@ -50,6 +50,8 @@ from rdzv_plugins.kv.base import (
     Stored,
     Wake,
     WokenError,
+    find_problem,
+    full,
     in_background,
     refused,
 )
@@ -115,15 +117,66 @@ _NOT_NOW = re.compile(
     "(?:^|: -)(?:ASK|BUSY|CLUSTERDOWN|MASTERDOWN|MISCONF|MOVED|NOREPLICAS|READONLY|TRYAGAIN|"
     "UNBLOCKED) "
 )
-# redis-py takes the code, OOM, away. A script that has written something is never refused.
-_IS_FULL = re.compile("used memory > 'maxmemory'")
 _REFUSALS = (errors.AuthenticationError, errors.AuthorizationError, errors.NoPermissionError)
-# How Redis 6.2 and later answer a longer command of who has not logged in.
-_NO_LOG_IN = re.compile("^Protocol error: unauthenticated ")
+_LOSSES = (errors.TimeoutError, errors.ConnectionError, errors.RedisClusterException, OSError)
+_ERRORS = (errors.RedisError, errors.RedisClusterException, OSError)
 _RIGHTS = "+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello"
 # The key of the run holds another type of value: another program has written it.
 _OTHERS_DATA = "WRONGTYPE"
-_NO_RIGHT = re.compile("The user executing the script|ACL failure in script")
+
+# What Redis appends to the text of an error that a script met.
+_SCRIPT = re.compile(r"\.? script: \w+, on @user_script.*")
+_NO_PRIMARY = (
+    "has no Sentinel that named a primary within {timeout:g} s ({said}); are they running, is "
+    "sentinel=<name> the name in their configuration, and do they accept the password?"
+)
+# Errors' meanings, by a pattern of the class, or "not now", and the text: the first that matches
+# counts.
+_PROBLEMS = {
+    # Redis 6 and 7.2 refuse a command inside a script with these words.
+    "^NoPermissionError: |The user executing the script|ACL failure in script": Problem(
+        "refused the credentials ({said}): the user lacks the rights that it needs; grant them: "
+        "{grant}",
+        undone=True,
+        denied=True,
+    ),
+    # Redis 6.2 and later answer so to a long command before the log-in.
+    "^Auth(entication|orization)Error: |: Protocol error: unauthenticated ": Problem(
+        "refused the credentials ({said}); set the user in the endpoint and the password in "
+        "$RDZV_PLUGINS_PASSWORD; see rdzv docs stores for the rights it needs",
+        undone=True,
+        denied=True,
+    ),
+    "^_SentinelRefusalError: ": Problem(_NO_PRIMARY, retryable=True, denied=True),
+    "^MasterNotFoundError: ": Problem(_NO_PRIMARY, retryable=True),
+    # redis-py takes the code, OOM, away. A script that has written something is never refused.
+    "used memory > 'maxmemory'": full("raise its maxmemory, or delete what nobody needs"),
+    "max number of clients": Problem(
+        "has no connection left for this node ({said}); raise its maxclients",
+        retryable=True,
+        undone=True,
+    ),
+    "^not now: ": Problem(
+        "did not execute a request within {timeout:g} s ({name}: {said}); is it a primary that has "
+        "loaded its data, does no script keep it busy, and do its replicas and its disk work? A "
+        "Cluster needs cluster=true",
+        retryable=True,
+        undone=True,
+    ),
+}
+_REFUSED_REQUESTS = {
+    _OTHERS_DATA: Problem(
+        "holds in the place of the run what another program writes again and again ({said}); set "
+        "another prefix",
+        retryable=True,
+        undone=True,
+    ),
+    "unknown command": refused(
+        "is it a Sentinel? It needs sentinel=<name>; else a proxy in between, or the server's "
+        "rename-command, takes that command away"
+    ),
+    "": refused("the user needs: {grant}"),
+}
 
 
 def _script(name: str) -> str:
@@ -437,83 +490,28 @@ class Client(StoreClient):
                 self._redis.close()
 
     def _problem(self, error: Exception) -> Problem | None:
-        text = str(error)
-        # _NO_RIGHT is how Redis 6 and 7.2 refuse a command inside a script.
-        if isinstance(error, errors.NoPermissionError) or _NO_RIGHT.search(text):
-            return Problem(
-                f"refused the credentials ({text}): the user lacks the rights that it needs; "
-                f"grant them: {self._grant}",
-                undone=True,
-                denied=True,
-            )
-        if isinstance(error, _REFUSALS) or _NO_LOG_IN.search(text):
-            return Problem(
-                f"refused the credentials ({text}); set the user in the endpoint and the password "
-                "in $RDZV_PLUGINS_PASSWORD; see rdzv docs stores for the rights it needs",
-                undone=True,
-                denied=True,
-            )
-        if is_of_tls(text):
+        text, name = str(error), type(error).__name__
+        if is_of_tls(text) and not isinstance(error, _REFUSALS):
             # redis-py wraps a failed handshake in a ConnectionError.
             return replace(tls_problem(text), retryable=not stays_refused(text))
         if isinstance(error, errors.InvalidResponse):
             return self._odd(error)
-        if isinstance(error, MasterNotFoundError):
-            return Problem(
-                f"has no Sentinel that named a primary within {self.timeout:g} s ({text}); are "
-                "they running, is sentinel=<name> the name in their configuration, and do they "
-                "accept the password?",
-                retryable=True,
-                denied=isinstance(error, _SentinelRefusalError),
-            )
-        if isinstance(error, errors.ResponseError) and _IS_FULL.search(text):
-            said = text.partition(" script:")[0].rstrip(".")
-            return Problem(
-                f"is full: it took no write for {self.timeout:g} s ({said}); raise its maxmemory, "
-                "or delete what nobody needs",
-                retryable=True,
-                undone=True,
-            )
-        if "max number of clients" in text:
-            return Problem(
-                f"has no connection left for this node ({text}); raise its maxclients",
-                retryable=True,
-                undone=True,
-            )
-        if _not_now(error):
-            return Problem(
-                f"did not execute a request within {self.timeout:g} s "
-                f"({type(error).__name__}: {text}); is it a primary that has loaded its data, does "
-                "no script keep it busy, and do its replicas and its disk work? A Cluster needs "
-                "cluster=true",
-                retryable=True,
-                undone=True,
-            )
-        if isinstance(
-            error,
-            errors.TimeoutError | errors.ConnectionError | errors.RedisClusterException | OSError,
-        ):
-            hung_up = re.search("closed by server|reset by peer", text) and self._tls is None
-            # redis-py's Sentinel connection closes itself if a former primary refuses a write.
-            undone = _not_now(error.__context__)
-            hint = ", does it want rediss://, and is its protected-mode off" if hung_up else ""
-            return self._unreachable(error, undone=undone, hint=hint)
-        if _OTHERS_DATA in text:
-            return Problem(
-                f"holds in the place of the run what another program writes again and again "
-                f"({text}); set another prefix",
-                retryable=True,
-                undone=True,
-            )
-        if isinstance(error, errors.RedisError):
-            likely = f"the user needs: {self._grant}"
-            if "unknown command" in text:
-                likely = (
-                    "is it a Sentinel? It needs sentinel=<name>; else a proxy in between, or the "
-                    "server's rename-command, takes that command away"
-                )
-            return refused(text, likely)
-        return None
+        kind = "not now" if _not_now(error) else name
+        lost = isinstance(error, _LOSSES)
+        said = _SCRIPT.sub("", text)
+        problem = find_problem(
+            _PROBLEMS | ({} if lost else _REFUSED_REQUESTS), f"{kind}: {text}", said=said,
+            timeout=self.timeout, name=name, grant=self._grant,
+        )  # fmt: skip
+        if problem is not None and isinstance(error, _ERRORS):
+            return problem
+        if not lost:
+            return None
+        hung_up = re.search("closed by server|reset by peer", text) and self._tls is None
+        # redis-py's Sentinel connection closes itself if a former primary refuses a write.
+        undone = _not_now(error.__context__)
+        hint = ", does it want rediss://, and is its protected-mode off" if hung_up else ""
+        return self._unreachable(error, undone=undone, hint=hint)
 
     def inspect(self) -> Iterable[Finding]:
         info, why = self._learn(self._info)

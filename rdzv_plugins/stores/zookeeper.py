@@ -49,8 +49,6 @@ from kazoo.exceptions import (
     SessionClosedRequireSaslError,
     SessionExpiredError,
     SessionMovedError,
-    ThrottledOpError,
-    UnimplementedError,
 )
 from kazoo.protocol.serialization import (
     CheckVersion,
@@ -65,7 +63,17 @@ from kazoo.protocol.serialization import (
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from rdzv_plugins.kv import Capabilities, RendezvousStateError
-from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, Wake, refused, segments
+from rdzv_plugins.kv.base import (
+    Limit,
+    Problem,
+    StoreClient,
+    Stored,
+    Wake,
+    busy,
+    find_problem,
+    refused,
+    segments,
+)
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.settings.endpoint import Endpoint, at, parse_endpoint, redact
 from rdzv_plugins.settings.options import ServerOptions, UnreadableFileError, option
@@ -86,7 +94,26 @@ _LOOKS = 10
 # What no name of a run has.
 _LETTERS = re.compile("[^0-9a-z]")
 
-_REFUSALS = (AuthFailedError, NoAuthError, SessionClosedRequireSaslError)
+# Refusals of a log-in: at the next one the server may let this client in.
+_REFUSALS = (AuthFailedError, SessionClosedRequireSaslError)
+_REFUSED = (
+    "refused the credentials ({name}); set the user in the endpoint, the password in "
+    "$RDZV_PLUGINS_PASSWORD, and sasl=true if the server requires SASL"
+)
+# Errors' meanings, by a pattern of the name of the class: the first that matches counts.
+_PROBLEMS = {
+    "NoAuth": Problem(_REFUSED + "; or grant access, in zkCli.sh: {grant}", denied=True),
+    "AuthFailed|RequireSasl": Problem(_REFUSED, denied=True),
+    "Unimplemented": Problem("is too old: it does not know a request of {least}; upgrade it"),
+    "ThrottledOp": busy("raise its zookeeper.request_throttle_max_requests or keep_alive_interval"),
+    "QuotaExceeded": Problem(
+        "is full: it took no write for {timeout:g} s (the quota of '{parent}' is used up); raise "
+        "it with setquota, in zkCli.sh",
+        retryable=True,
+        undone=True,
+    ),
+    "": refused("the user needs rights there, in zkCli.sh: {grant}"),
+}
 _LOSSES = (
     ConnectionLoss,
     OperationTimeoutError,
@@ -263,48 +290,29 @@ class Client(StoreClient):
             wake.ring()
 
     def _problem(self, error: Exception) -> Problem | None:
-        may_recover = self._session.may_recover(error)
-        if isinstance(error, _REFUSALS):
-            acl = isinstance(error, NoAuthError)
-            grant = f"; or grant access, in zkCli.sh: {self._grant}" if acl else ""
-            return Problem(
-                f"refused the credentials ({type(error).__name__}); set the user in the endpoint, "
-                "the password in $RDZV_PLUGINS_PASSWORD, and sasl=true if the server requires SASL"
-                f"{grant}",
-                retryable=may_recover and not acl,
-                denied=True,
-            )
-        if isinstance(error, UnimplementedError):
-            least = ".".join(map(str, self.least_version))
-            return Problem(f"is too old: it does not know a request of {least}; upgrade it")
-        if isinstance(error, ThrottledOpError):
-            return Problem(
-                f"was too busy for {self.timeout:g} s; raise its "
-                "zookeeper.request_throttle_max_requests or keep_alive_interval",
-                retryable=True,
-                undone=True,
-            )
         if isinstance(error, _LOSSES):
-            reason = self._session.reason or str(error) or type(error).__name__
-            if is_of_tls(reason):
-                problem = tls_problem(reason)
-            else:
-                if reason.endswith("connection broken"):
-                    reason += ": it hung up; does it need tls=true, or has it too many clients?"
-                problem = self._unreachable(ConnectionLoss(reason))
-            undone = isinstance(error, NotConnectedError)
-            return replace(problem, retryable=may_recover, undone=undone)
-        if isinstance(error, QuotaExceededError):
-            return Problem(
-                f"is full: it took no write for {self.timeout:g} s (the quota of "
-                f"'{self._parents[-1]}' is used up); raise it with setquota, in zkCli.sh",
-                retryable=True,
-                undone=True,
-            )
-        if isinstance(error, KazooException):
-            said = f"{type(error).__name__} {error}".rstrip()
-            return refused(said, f"the user needs rights there, in zkCli.sh: {self._grant}")
-        return None
+            return self._lost(error)
+        if not isinstance(error, KazooException):
+            return None
+        name = type(error).__name__
+        problem = find_problem(
+            _PROBLEMS, name, said=f"{name} {error}".rstrip(), timeout=self.timeout, name=name,
+            least=".".join(map(str, self.least_version)),
+            grant=self._grant, parent=self._parents[-1],
+        )  # fmt: skip
+        late = isinstance(error, _REFUSALS) and self._session.may_recover(error)
+        return replace(problem, retryable=True) if problem is not None and late else problem
+
+    def _lost(self, error: Exception) -> Problem:
+        reason = self._session.reason or str(error) or type(error).__name__
+        if is_of_tls(reason):
+            problem = tls_problem(reason)
+        else:
+            if reason.endswith("connection broken"):
+                reason += ": it hung up; does it need tls=true, or has it too many clients?"
+            problem = self._unreachable(ConnectionLoss(reason))
+        undone = isinstance(error, NotConnectedError)
+        return replace(problem, retryable=self._session.may_recover(error), undone=undone)
 
     def _disconnect(self) -> None:
         self._session.close()

@@ -134,7 +134,7 @@ class _Module:
 
     def _scope(self, node: ast.expr) -> ast.AST:
         around = [it for it in self._scopes if it.lineno <= node.lineno <= (it.end_lineno or 0)]
-        return around[-1] if around else ast.Module([], [])
+        return around[-1] if around else self._nodes[0]
 
 
 def filled(node: ast.AST) -> str | None:
@@ -144,8 +144,9 @@ def filled(node: ast.AST) -> str | None:
             # What `str.format` puts in, and what logging does.
             return re.sub(r"\{[a-z]+(:g)?\}|%s|%g|%\.0f", "…", text)
         case ast.JoinedStr(values=values):
-            parts = (it.value if isinstance(it, ast.Constant) else "…" for it in values)
-            return "".join(map(str, parts))
+            return "".join(filled(it) or "…" for it in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right) if any(map(filled, (left, right))):
+            return (filled(left) or "…") + (filled(right) or "…")
     return None
 
 

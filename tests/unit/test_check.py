@@ -222,6 +222,7 @@ def test_unresolved_name_is_seen_behind_other_errors() -> None:
 def test_zookeeper_that_is_too_old() -> None:
     client = object.__new__(ZooKeeperClient)
     client._session = Quiet()  # type: ignore[assignment]
+    client.timeout, client._grant, client._parents = 5.0, "", ["/"]
     problem = client._problem(UnimplementedError())
     assert problem is not None
     assert "is too old: it does not know a request of 3.6" in problem.text

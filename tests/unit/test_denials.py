@@ -122,7 +122,7 @@ def test_refused_request_says_what_may_be_missing(
     client._session._proven = True
     client._name, client._user, client._options = "rdzv", "joe", nats.Options()
     if store is not postgres.Client:
-        client._grant = "the right"
+        client._grant, client._parents = "the right", ["/"]
     problem = client._problem(error)
     assert problem.state
     assert problem.text.startswith("refused a request: ")

@@ -154,6 +154,7 @@ EXPLAINS_ITSELF = (
     "requires TLS; write https:// in front of the endpoint, or tls=true",
     "requires an encrypted connection (…); set tls=true and ca_file",
     "speaks no TLS (…); leave out tls=true",
+    "refused the token (…, perhaps a proxy's answer); set one in",
     "refused a value (…); its txn_max_req_len is below the default",
     "has authentication disabled (…); leave out the user",
     "refuses a client certificate with a common name while authentication is on; set cert_file to",
@@ -225,6 +226,7 @@ EXPLAINS_ITSELF = (
 # Parts of texts that nobody is shown alone: they stand in the brackets or in front of another line,
 # or are caught, or show a fault in a program that calls this package.
 IS_PART_OF_ANOTHER = (
+    "…; or grant access, in zkCli.sh: …",
     "another member is there; …",
     "this member is connected",
     "… of … members answer",
