@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import hashlib
 import logging
-import math
 import os
 import random
 import re
@@ -18,26 +17,22 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import closing, suppress
 from contextvars import Context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 from urllib.parse import quote, unquote
-
-import msgspec
 
 from rdzv_plugins.kv import (
     Capabilities,
     ClientClosedError,
     LateCredentialsError,
     RendezvousStateError,
-    Version,
 )
 from rdzv_plugins.kv.base import (
     STAMP_BYTES,
     Limit,
     Problem,
-    StoreClient,
     Stored,
     WokenError,
     busy,
@@ -46,10 +41,9 @@ from rdzv_plugins.kv.base import (
     refused,
     segments,
     stamped,
-    version_of,
 )
+from rdzv_plugins.kv.epochs import MARK, Epoch, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection
-from rdzv_plugins.kv.gate import SMALL_BYTES, RefusedValueError, Seconds, decode
 from rdzv_plugins.settings.endpoint import Place, parse_endpoint, redact, redact_urls
 from rdzv_plugins.settings.options import OptionError
 from rdzv_plugins.settings.run_ids import RESERVED
@@ -62,16 +56,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# What a client knows of a run's deadline is good for so long.
-_DEADLINE_SECONDS = 1.0
-_LEAST_EXPIRY = 2 * _DEADLINE_SECONDS
-# What a waiter polls without a change needs no younger deadline than this.
-_UNCHANGED_SECONDS = 10.0
 # A store tells the whole second in which an object was written.
 _WHOLE_SECONDS = 1.0
-
-# Of a run of which nobody has set a deadline that has passed.
-_FIRST = "0"
 
 # A path may have 1,024 bytes; and a name in it 255, where the store keeps a file of each object.
 _LONGEST_NAME = 200
@@ -89,7 +75,7 @@ _ABSENT = {"NotFoundError", "FileNotFoundError"}
 _HELD = {"AlreadyExistsError", "FileExistsError", "PreconditionError"}
 _DENIED = {"UnauthenticatedError", "PermissionDeniedError", "PermissionError"}
 
-_DEADLINE = "deadline"
+_MARK_NAME = "mark"
 # Objects that prove that the store heeds conditions; no run has such a name.
 _PROOF = "~conditions"
 # Writers at once, of whom one may win. SeaweedFS lets those who meet wait for a second.
@@ -148,14 +134,11 @@ _URL = re.compile(r"https?://[^/\s@?#][^\s@?#]*")
 _LONG_URL = re.compile(r"(https?://\S{80})\S+")
 
 
-class _Deadline(msgspec.Struct, frozen=True):
-    """The object of a run's deadline; see `_Known`."""
+class _Guard(NamedTuple):
+    """The ETag of an object, and when it was written, by the store."""
 
-    folder: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{1,16}\Z")] = _FIRST
-    lasts: Seconds | None = None
-
-
-_DEADLINES = msgspec.json.Decoder(_Deadline)
+    tag: str
+    written: float
 
 
 class _Object(NamedTuple):
@@ -167,41 +150,7 @@ class _Object(NamedTuple):
 
     @property
     def stored(self) -> Stored:
-        return Stored.parse(self.data, self.tag)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The deadline of a run, as its object says.
-
-    Attributes:
-        lasts: seconds after the object was written, from which on the run reads as empty; None: it
-            never does.
-        folder: what has the run's keys now; after a deadline it is another one.
-        tag: the object's ETag; None: there is no object.
-        written: when the object was written, in seconds since 1970 on the store's clock.
-    """
-
-    lasts: float | None = None
-    folder: str = _FIRST
-    tag: str | None = None
-    written: float = 0.0
-
-    @property
-    def data(self) -> bytes:
-        # The stamp makes it differ from what was there, as its ETag must.
-        return stamped(msgspec.json.encode(_Deadline(self.folder, self.lasts)))
-
-    @classmethod
-    def of(cls, found: _Object) -> _Known:
-        try:
-            read = decode(_DEADLINES, found.stored.value, SMALL_BYTES)
-        except RefusedValueError:
-            read = _Deadline()  # It is not ours, and counts as absent until somebody replaces it.
-        return cls(read.lasts, read.folder, found.tag, found.written)
-
-    def is_over(self, now: float) -> bool:
-        return self.lasts is not None and now >= self.written + _WHOLE_SECONDS + self.lasts
+        return Stored.parse(self.data, _Guard(self.tag, self.written))
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -257,7 +206,7 @@ class _Requests:
 _requests = _Requests()
 
 
-class BucketClient(StoreClient):
+class BucketClient(EpochClient):
     """One run in a bucket."""
 
     capabilities = Capabilities(
@@ -265,6 +214,7 @@ class BucketClient(StoreClient):
     )
     # Each key is a request of its own.
     batch = (20, 8 << 20)
+    mark_seconds = 1.0
 
     def __init__(self, endpoint: str, namespace: str, options: Any, request_timeout: float) -> None:
         self._polling = Polling(options)
@@ -308,12 +258,11 @@ class BucketClient(StoreClient):
                 f"the options or the credentials in the environment are not valid: {_said(error)}; "
                 "correct what that names"
             ) from None
-        self._known, self._asked = _Known(), -math.inf
         # By path: what an object held under an ETag, so that a list fetches what has changed.
         self._held: dict[str, tuple[str, Stored]] = {}
         self._connect(self._prove)
         if not run.startswith(quote(RESERVED)):
-            self._call(self._living)
+            self._call(self._present)
 
     @abstractmethod
     def _make_store(self, bucket: str, options: Any, more: dict[str, Any]) -> Any:
@@ -349,17 +298,14 @@ class BucketClient(StoreClient):
 
     # The hooks.
 
-    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
-        folder = self._folder(limit)
-        names = {key: f"{folder}/{_path(key)}" for key in keys}
+    def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        names = {path: self._name(path) for path in paths}
         found = self._ask(limit, lambda: self._fetch(names.values()))
-        return {key: found[path].stored for key, path in names.items() if path in found}
+        return {path: found[name].stored for path, name in names.items() if name in found}
 
-    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
-        folder = self._folder(limit)
+    def _scan_at(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         # A bucket lists whole folders.
-        below, slash, _ = prefix.rpartition("/")
-        where = f"{folder}/{_path(below)}" if slash else folder
+        where = self._name(prefix.rpartition("/")[0])
 
         async def everything() -> dict[str, Stored]:
             listed = dict(await self._list(where))
@@ -374,69 +320,59 @@ class BucketClient(StoreClient):
             if not _UNLISTABLE.search(str(error)):
                 raise
             # Another program has written there what nobody can delete: the run begins anew.
-            self._begin_anew(self._living(limit, fresh=True), limit)
+            self._begin_epoch(self._present(limit, fresh=True), limit)
             return {}
         # Only of what is there still: a run lasts, and its nodes come and go.
-        kept = {path: (str(it.guard), it) for path, it in found.items()}
+        kept = {path: (it.guard.tag, it) for path, it in found.items()}
         others = {p: it for p, it in [*self._held.items()] if not p.startswith(f"{where}/")}
         self._held = others | kept
-        keys = {_key(path[len(folder) + 1 :]): it for path, it in found.items()}
-        return {key: it for key, it in keys.items() if key is not None and key.startswith(prefix)}
+        read = {_path(name[len(self._run) + 1 :]): it for name, it in found.items()}
+        return {path: it for path, it in read.items() if path and path.startswith(prefix)}
 
-    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
-        path = f"{self._folder(limit)}/{_path(key)}"
-        return self._write(path, data, limit, seen.guard if seen is not None else None) is not None
+    def _replace_at(self, path: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        tag = seen.guard.tag if seen is not None else None
+        return self._write(self._name(path), data, limit, tag) is not None
 
-    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        folder = self._folder(limit)
-
+    def _put_at(self, values: Mapping[str, bytes], limit: Limit) -> None:
         async def each() -> None:
-            for key, data in values.items():
-                path = f"{folder}/{_path(key)}"
-                await self._api.put_async(self._store, path, data, use_multipart=False)
+            for path, data in values.items():
+                name = self._name(path)
+                await self._api.put_async(self._store, name, data, use_multipart=False)
 
         self._ask(limit, each)
 
-    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
-        folder = self._folder(limit)
-        self._remove([f"{folder}/{_path(key)}" for key in keys], limit)
+    def _delete_at(self, paths: Iterable[str], limit: Limit) -> None:
+        self._remove([*map(self._name, paths)], limit)
 
-    def _expire(self, seconds: float, limit: Limit) -> None:
-        if seconds <= 0:
-            known = self._living(limit, fresh=True)
-            if not self._empty(f"{self._run}/{known.folder}", limit):
-                self._begin_anew(known, limit)
-            elif known.tag is not None and known.folder == _FIRST:
-                self._remove([f"{self._run}/{_DEADLINE}"], limit)
-            elif known.lasts is not None:
-                self._note(known, replace(known, lasts=None), limit)
-            self._asked = -math.inf
-            return
-        written = False
-        while not written:
-            known = self._living(limit, fresh=True)  # A later deadline must not bring a run back.
-            lasts = max(seconds, _LEAST_EXPIRY)
-            written = self._note(known, replace(known, lasts=lasts), limit)
-        with suppress(TimeoutError):
-            self._sweep(limit.within(limit.seconds / 2))
+    def _empty(self, epoch: str, limit: Limit) -> bool:
+        return self._clear(self._name(epoch), limit)
 
-    def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
-        """As `_read`, but polls what stays as it was without a look at the deadline.
+    def _server_time(self) -> float:
+        """Never later than the store's clock."""
+        return _clocks[self.where] + time.monotonic()
 
-        Whoever has the run begin anew empties the old folder, so that its waiters look then.
-        """
-        known, left = self._known, self._asked + _UNCHANGED_SECONDS - time.monotonic()
-        if version is None or known.is_over(self._now) or left <= 0:
-            return super()._look(key, version, limit)
-        path = f"{self._run}/{known.folder}/{_path(key)}"
-        there = self._ask(limit, lambda: self._get(path))
-        found = there.stored if there is not None else None
-        if version_of(found) == version or self._living(limit).folder == known.folder:
-            return found
-        return super()._look(key, version, limit)
+    def _age(self, epoch: Epoch, mark: Stored, limit: Limit) -> float:
+        written: float = mark.guard.written
+        return self._server_time() - written - _WHOLE_SECONDS
 
-    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        self._polling.sleep(key, seen, limit)
+    def _sweep(self, limit: Limit) -> None:
+        try:
+            listed: Any = self._ask(
+                limit, lambda: self._api.list_with_delimiter_async(self._store, prefix=self._above)
+            )
+        except Exception as error:
+            if _UNLISTABLE.search(str(error)):
+                return
+            raise
+        runs = [str(it) for it in listed["common_prefixes"]]
+        others = [f"{it}/{_MARK_NAME}" for it in runs if it != self._run]
+        some = random.sample(others, min(len(others), _SWEEP))
+        for name, found in self._ask(limit, lambda: self._fetch(some)).items():
+            if self._has_ended(found.stored, limit, _SWEEP_AFTER):
+                self._clear(name.removesuffix(f"/{_MARK_NAME}"), limit)
+
+    def _park_at(self, path: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        self._polling.sleep(path, seen, limit)
         return None
 
     def _problem(self, error: Exception) -> Problem | None:
@@ -476,62 +412,11 @@ class BucketClient(StoreClient):
         else:
             yield Finding(Mark.OK, "clock", "this host's and the store's agree", values=values)
 
-    # The deadline.
-
-    def _folder(self, limit: Limit) -> str:
-        return f"{self._run}/{self._living(limit).folder}"
-
-    def _living(self, limit: Limit, fresh: bool = False) -> _Known:
-        """The deadline of the run, which has not passed: after that it begins anew."""
-        known = self._known
-        if fresh or known.is_over(self._now) or time.monotonic() >= self._asked + _DEADLINE_SECONDS:
-            known = self._learn_deadline(limit)
-        while known.is_over(self._now):
-            self._begin_anew(known, limit)
-            with suppress(TimeoutError):
-                self._empty(f"{self._run}/{known.folder}", limit.within(limit.seconds / 2))
-            known = self._learn_deadline(limit)
-        return known
-
-    def _begin_anew(self, known: _Known, limit: Limit) -> None:
-        """Let the run have another folder, unless others have changed its deadline."""
-        self._note(known, replace(known, lasts=None, folder=secrets.token_hex(4)), limit)
-
-    def _learn_deadline(self, limit: Limit) -> _Known:
-        asked = time.monotonic()
-        path = f"{self._run}/{_DEADLINE}"
-        found = self._ask(limit, lambda: self._get(path))
-        known = _Known.of(found) if found is not None else _Known()
-        if asked >= self._asked:
-            self._known, self._asked = known, asked
-        return known
-
-    def _note(self, known: _Known, then: _Known, limit: Limit) -> bool:
-        """Replace the deadline; False: it has changed since it was read."""
-        asked = time.monotonic()
-        tag = self._write(f"{self._run}/{_DEADLINE}", then.data, limit, known.tag)
-        if tag is not None and asked >= self._asked:
-            self._known, self._asked = replace(then, tag=tag, written=self._now), asked
-        return tag is not None
-
-    def _sweep(self, limit: Limit) -> None:
-        """Remove some other runs whose deadline has passed."""
-        try:
-            listed: Any = self._ask(
-                limit, lambda: self._api.list_with_delimiter_async(self._store, prefix=self._above)
-            )
-        except Exception as error:
-            if _UNLISTABLE.search(str(error)):
-                return
-            raise
-        runs = [str(it) for it in listed["common_prefixes"]]
-        others = [f"{it}/{_DEADLINE}" for it in runs if it != self._run]
-        some = random.sample(others, min(len(others), _SWEEP))
-        for path, found in self._ask(limit, lambda: self._fetch(some)).items():
-            if _Known.of(found).is_over(self._now - _SWEEP_AFTER):
-                self._empty(path.removesuffix(f"/{_DEADLINE}"), limit)
-
     # Requests.
+
+    def _name(self, path: str) -> str:
+        """Of the object."""
+        return f"{self._run}/{_MARK_NAME if path == MARK else _encoded(path)}"
 
     def _prove(self, limit: Limit) -> None:
         """Find out, once in this process, whether the store heeds conditions, and its time.
@@ -580,14 +465,9 @@ class BucketClient(StoreClient):
         return won
 
     @property
-    def _now(self) -> float:
-        """Seconds since 1970 on the store's clock, and never later."""
-        return _clocks[self.where] + time.monotonic()
-
-    @property
     def _host_ahead(self) -> float:
         """Seconds by which this host's clock is ahead of the store's."""
-        return time.time() - self._now
+        return time.time() - self._server_time()
 
     def _write(self, path: str, data: bytes, limit: Limit, tag: str | None) -> str | None:
         """Write if the object has this ETag (None: is not there); None: it has not."""
@@ -637,7 +517,7 @@ class BucketClient(StoreClient):
             found += [(str(it["path"]), str(it["e_tag"])) for it in page]
         return found
 
-    def _empty(self, folder: str, limit: Limit) -> bool:
+    def _clear(self, folder: str, limit: Limit) -> bool:
         """Delete all that is there; False: obstore can neither list nor name some of it."""
         try:
             listed = self._ask(limit, lambda: self._list(folder))
@@ -645,8 +525,8 @@ class BucketClient(StoreClient):
             if _UNLISTABLE.search(str(error)):
                 return False
             raise
-        # Its deadline last: without that what is left would count again.
-        paths = sorted((path for path, _ in listed), key=lambda it: it.endswith(f"/{_DEADLINE}"))
+        # Its mark last: without that what is left would count again.
+        paths = sorted((path for path, _ in listed), key=lambda it: it.endswith(f"/{_MARK_NAME}"))
         self._remove(paths, limit)
         return True
 
@@ -728,9 +608,9 @@ def _of(request: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
     return call()
 
 
-def _path(key: str) -> str:
-    """A key as a path: each segment percent-encoded, "~" for one that is empty."""
-    return "/".join(map(_segment, key.split("/")))
+def _encoded(path: str) -> str:
+    """Each segment percent-encoded, "~" for one that is empty."""
+    return "/".join(map(_segment, path.split("/")))
 
 
 def _segment(part: str) -> str:
@@ -745,12 +625,12 @@ def _segment(part: str) -> str:
     return f"+{'/+'.join(names)}+"
 
 
-def _key(path: str) -> str | None:
-    """The key that is stored there; None: no client of ours has written to this path."""
+def _path(encoded: str) -> str | None:
+    """The path that is encoded so; None: no client of ours has written to this one."""
     parts: list[str] = []
     dense: str | None = None
     try:
-        for name in path.split("/"):
+        for name in encoded.split("/"):
             if name.startswith("+"):
                 dense = (dense or "") + name.strip("+")
                 if name.endswith("+"):
@@ -761,5 +641,5 @@ def _key(path: str) -> str | None:
                 parts.append("" if name == "~" else unquote(name))
     except ValueError:
         return None
-    key = "/".join(parts)
-    return key if _path(key) == path else None
+    path = "/".join(parts)
+    return path if _encoded(path) == encoded else None

@@ -37,7 +37,6 @@ import random
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -45,7 +44,6 @@ from rdzv_plugins.kv.base import (
     STAMP_BYTES,
     Limit,
     Problem,
-    StoreClient,
     Stored,
     find_problem,
     full,
@@ -54,6 +52,7 @@ from rdzv_plugins.kv.base import (
     version_of,
 )
 from rdzv_plugins.kv.contract import Capabilities, Version
+from rdzv_plugins.kv.epochs import MARK, Epoch, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark, of_space, of_version
 from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.kv.retry import pause_after
@@ -66,14 +65,10 @@ __all__ = ["Client", "Options"]
 _LARGEST = 1024 * 1024
 # etcd's --max-txn-ops, which counts comparisons separately.
 _OPERATIONS = 128
-# A watch is renewed this often, in seconds, in case its member hangs.
-_LONGEST_PARK = 15.0
 _QUOTA = re.compile(rb"(?m)^etcd_server_quota_backend_bytes (\S+)$")
 _VERSION = re.compile(f"[0-9a-f]{{{2 * (STAMP_BYTES - 1)}}}")
-# The most keys of which a client remembers that it has put them.
-_REMEMBERED = 1000
-# etcd's own value for it.
-_NO_LEASE = "0"
+# The most expired runs that one `expire` deletes.
+_SWEEP = 20
 
 # gRPC status codes. Only a stopping member cancels: this client just closes its connection.
 _CANCELLED, _UNKNOWN, _DEADLINE, _DENIED, _EXHAUSTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = (
@@ -142,7 +137,7 @@ class Options(ServerOptions):
     """
 
 
-class Client(StoreClient):
+class Client(EpochClient):
     """One run on etcd; requests reuse connections, and each parked waiter opens one."""
 
     name = "etcd-v3"
@@ -152,7 +147,7 @@ class Client(StoreClient):
         push=True,
         linearizable=True,
         batch=True,
-        ttl=True,
+        ttl=False,
         max_value_bytes=_LARGEST,
         atomic=range(1, _OPERATIONS + 1),
     )
@@ -181,145 +176,117 @@ class Client(StoreClient):
         # The last token that a member has accepted.
         self._accepted: str | None = None
         *prefix, run = segments(namespace, options.prefix)
-        self._grant = f"readwrite --prefix '{'/'.join(prefix)}/'"
-        # The path itself is the key of the mark.
-        self._path = "/".join([*prefix, run, ""])
-        # The last known lease of the mark, which a transaction compares.
-        self._lease = _NO_LEASE
-        # Keys that this client has put, and the mark's lease then: most still exist, and keep their
-        # lease at the next put. Under another mark, an `_expire` that was cut short may have left
-        # them theirs.
-        self._existing: dict[str, str] = {}
-        self._connect(self._learn_lease)
+        self._above, self._run = "/".join([*prefix, ""]), run
+        self._path = f"{self._above}{run}/"
+        self._grant = f"readwrite --prefix '{self._above}'"
+        # No run has such a name.
+        self._marks = f"{self._above}!marks/"
+        self._connect(self._present)
 
-    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
-        names = [*keys]
+    def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        names = [*paths]
         if len(names) == 1:
             # 0.59 ms; a transaction takes 0.66 ms.
             found = self._ask("kv/range", self._one(names[0]), limit)
             first = _first(found, found)
             return {names[0]: first} if first is not None else {}
-        answer = self._transact([], [{"request_range": self._one(key)} for key in names], limit)
+        answer = self._transact([], [{"request_range": self._one(path)} for path in names], limit)
         firsts = (_first(response["response_range"], answer) for response in answer["responses"])
-        return {key: it for key, it in zip(names, firsts, strict=True) if it is not None}
+        return {path: it for path, it in zip(names, firsts, strict=True) if it is not None}
 
-    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
-        found = self._ask("kv/range", self._range(prefix), limit).get("kvs", [])
-        return {
-            key: Stored.parse(_value(item))
-            for item in found
-            # What is no UTF-8 is nobody's key.
-            if (key := self._relative(item)) and "\ufffd" not in key
-        }
+    def _scan_at(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        found = self._ask("kv/range", _range(self._path + prefix), limit).get("kvs", [])
+        read = ((_key(item)[len(self._path) :], item) for item in found)
+        # What is no UTF-8 is nobody's key.
+        return {path: Stored.parse(_value(it)) for path, it in read if "\ufffd" not in path}
 
     def _set_if(
         self, key: str, data: bytes, expected: Version | None, limit: Limit
     ) -> Stored | None:
+        # One request takes 1.5 ms; the base class's two take 1.9 ms.
+        return self._set_at(self._living(limit).path(key), data, expected, limit)
+
+    def _set_at(
+        self, path: str, data: bytes, expected: Version | None, limit: Limit
+    ) -> Stored | None:
         if not (expected is None or (isinstance(expected, str) and _VERSION.fullmatch(expected))):
-            return self._read([key], limit).get(key)
-        look = {"request_range": self._one(key)}
-        lease, holds, refused = self._lease, self._holds(key, expected), 0
+            return self._read_at([path], limit).get(path)
+        look, write = {"request_range": self._one(path)}, self._write(path, data)
+        holds, refused = self._holds(path, expected), 0
         while True:
-            # One request takes 1.5 ms; the base class's two take 1.9 ms.
-            answer = self._write(holds, {key: data}, lease, limit, look)
+            answer = self._transact(holds, [write], limit, [look])
             if answer.get("succeeded"):
                 return Stored.parse(data)
             there = _first(answer["responses"][0]["response_range"], answer)
             if version_of(there) != expected:
                 return there
-            holds = self._holds(key, expected)
+            holds = self._holds(path, expected)
             if there is not None and not there.version:
                 # It counts as absent: replace exactly that.
                 equal = {"target": "VALUE", "result": "EQUAL", "value": _encoded(there.value)}
-                holds = [{**self._one(key), **equal}]
-            if refused > 1:
+                holds = [{**self._one(path), **equal}]
+            if refused:
                 limit.sleep(min(limit.seconds, pause_after(refused)))
             refused += 1
-            lease = self._learn_lease(limit)
 
-    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
-        return self._set_if(key, data, version_of(seen), limit) == Stored.parse(data)
+    def _replace_at(self, path: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        return self._set_at(path, data, version_of(seen), limit) == Stored.parse(data)
 
-    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        lease = self._lease
-        if len(values) == 1 and all(self._existing.get(key) == lease for key in values):
+    def _put_at(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        writes = [self._write(path, data) for path, data in values.items()]
+        if len(writes) == 1:
             # 0.67 ms; a transaction takes 0.84 ms, more for a large value.
-            ((key, data),) = values.items()
-            put = {**self._one(key), "value": _encoded(data), "ignore_lease": True}
-            # It may have been deleted, or have expired.
-            with suppress(MissingError):
-                self._ask("kv/put", put, limit)
-                return
-        while not self._write([], values, lease, limit).get("succeeded"):
-            lease = self._learn_lease(limit)
-        if len(self._existing) > _REMEMBERED:
-            self._existing.clear()
-        self._existing.update(dict.fromkeys(values, lease))
+            self._ask("kv/put", writes[0]["request_put"], limit)
+        else:
+            self._transact([], writes, limit)
 
-    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
-        names = [*keys]
-        for key in names:
-            self._existing.pop(key, None)
+    def _delete_at(self, paths: Iterable[str], limit: Limit) -> None:
+        names = [*paths]
         if len(names) == 1:
             self._ask("kv/deleterange", self._one(names[0]), limit)
         else:
-            self._transact([], [{"request_delete_range": self._one(key)} for key in names], limit)
+            gone = [{"request_delete_range": self._one(path)} for path in names]
+            self._transact([], gone, limit)
 
-    def _expire(self, seconds: float, limit: Limit) -> None:
-        if seconds <= 0:
-            self._ask("kv/deleterange", self._range(""), limit)
-            return
-        ttl = str(math.ceil(seconds))
-        # So many keys change with the mark: this client may be killed before it has moved the rest.
-        room = _OPERATIONS - 2
-        while True:
-            items = self._list(limit)
-            old = self._lease = _lease_in(self._mark_in(items))
-            if old != _NO_LEASE:
-                # Also if a new lease replaces it: it must not expire before all keys have moved.
-                kept = self._ask("lease/keepalive", {"ID": old}, limit)
-                left = kept.get("result", {}).get("TTL", "0")
-                if left == "0":
-                    # It has expired: look again when its keys are deleted.
-                    limit.sleep(random.uniform(0.02, 0.1))
-                    continue
-                if left == ttl:
-                    self._move(items, limit)
-                    return
-            lease = self._ask("lease/grant", {"TTL": ttl}, limit)["ID"]
-            keys = [item for item in items if self._relative(item)][:room]
-            puts = [{"request_put": {**self._one(""), "lease": lease}}, *_attaching(keys, lease)]
-            look = {"request_range": self._listing()}
-            try:
-                answer = self._transact([self._marked(old)], [*puts, look], limit)
-            except MissingError:
-                # A key was deleted meanwhile, or this client was delayed and the lease has expired.
-                answer, room = {}, 0
-            if answer.get("succeeded"):
-                break
-            with suppress(MissingError):
-                self._ask("lease/revoke", {"ID": lease}, limit)
-        self._lease = lease
-        self._move(answer["responses"][-1]["response_range"]["kvs"], limit)
-        if old != _NO_LEASE:
-            # No key has the old lease, and no client can attach it any more.
-            with suppress(MissingError):
-                self._ask("lease/revoke", {"ID": old}, limit)
+    def _empty(self, epoch: str, limit: Limit) -> bool:
+        self._ask("kv/deleterange", _range(f"{self._path}{epoch}/"), limit)
+        return True
 
-    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+    def _stamp(self, lasts: float, limit: Limit) -> str:
+        # No key has this lease. It tells the time to any member alike.
+        lease = self._ask("lease/grant", {"TTL": str(math.ceil(lasts))}, limit)
+        return str(lease["ID"])
+
+    def _age(self, epoch: Epoch, mark: Stored, limit: Limit) -> float:
+        told = self._ask("lease/timetolive", {"ID": epoch.since}, limit)
+        left = int(told.get("TTL", "0"))
+        # Whole seconds, rounded down; -1: the lease has ended.
+        return (epoch.lasts or 0.0) - (max(left, 0.25) if left >= 0 else 0.0)
+
+    def _sweep(self, limit: Limit) -> None:
+        found = self._ask("kv/range", _range(self._marks), limit).get("kvs", [])
+        for item in random.sample(found, min(len(found), _SWEEP)):
+            name = _key(item).removeprefix(self._marks)
+            if name != self._run and self._has_ended(Stored.parse(_value(item)), limit):
+                mark = {"key": item["key"]}
+                same = {**mark, "target": "VALUE", "result": "EQUAL", "value": item["value"]}
+                gone = [_range(f"{self._above}{name}/"), mark]
+                self._transact([same], [{"request_delete_range": it} for it in gone], limit)
+
+    def _park_at(self, path: str, seen: Stored | None, limit: Limit) -> Stored | None:
         if seen is None:
             # Get the revision to watch from; the next look reads a value that arrived meanwhile.
-            answer = self._ask("kv/range", self._one(key), limit)
+            answer = self._ask("kv/range", self._one(path), limit)
             if answer.get("kvs"):
                 return None
             revision = int(answer["header"]["revision"])
         else:
             revision = seen.guard
         start = {"start_revision": str(revision + 1), "filters": ["NODELETE"]}
-        body = json.dumps({"create_request": {**self._one(key), **start}}).encode()
+        body = json.dumps({"create_request": {**self._one(path), **start}}).encode()
         headers = self._authorised(limit)
         watch = Request("POST", "/v3/watch", headers, body)
-        with self._http.stream(watch, limit.within(_LONGEST_PARK)) as (response, member):
+        with self._http.stream(watch, limit) as (response, member):
             if response.status != 200:
                 self._refuse(member, response.status, response.read(), headers)
             for line in response:
@@ -388,94 +355,27 @@ class Client(StoreClient):
 
     # Parts of requests about the run's keys.
 
-    def _one(self, key: str) -> Json:
-        return {"key": _encoded((self._path + key).encode())}
+    def _one(self, path: str) -> Json:
+        key = self._marks + self._run if path == MARK else self._path + path
+        return {"key": _encoded(key.encode())}
 
-    def _range(self, prefix: str) -> Json:
-        path = (self._path + prefix).encode()
-        # The path ends in "/" or in a UTF-8 character, so its last byte is never 255.
-        return {"key": _encoded(path), "range_end": _encoded(path[:-1] + bytes([path[-1] + 1]))}
+    def _write(self, path: str, data: bytes) -> Json:
+        return {"request_put": {**self._one(path), "value": _encoded(data)}}
 
-    def _listing(self) -> Json:
-        """The range of all keys, the mark's first; their values would be a load."""
-        return {**self._range(""), "keys_only": True}
-
-    def _mark_in(self, items: Sequence[Json]) -> Json:
-        """The mark, if it is the first of the keys that a range found; else {}."""
-        return next((item for item in items[:1] if not self._relative(item)), {})
-
-    def _relative(self, item: Mapping[str, Any]) -> str:
-        return b64decode(item["key"]).decode(errors="replace")[len(self._path) :]
-
-    def _holds(self, key: str, version: str | None) -> list[Json]:
-        """Comparisons that hold while the key has ``version`` (None: while it is absent)."""
+    def _holds(self, path: str, version: str | None) -> list[Json]:
+        """Comparisons that hold while the path has ``version`` (None: while it is absent)."""
         if version is None:
             none = {"target": "CREATE", "result": "EQUAL", "create_revision": "0"}
-            return [{**self._one(key), **none}]
+            return [{**self._one(path), **none}]
         stamp = bytes.fromhex(version)
         # Each stamp is followed by "=", and ">" is the next byte after "=".
         bounds = (("GREATER", stamp), ("LESS", stamp + b">"))
         return [
-            {**self._one(key), "target": "VALUE", "result": result, "value": _encoded(bound)}
+            {**self._one(path), "target": "VALUE", "result": result, "value": _encoded(bound)}
             for result, bound in bounds
         ]
 
-    def _marked(self, lease: str) -> Json:
-        """A comparison that holds while the mark has that lease; _NO_LEASE: or is absent."""
-        return {**self._one(""), "target": "LEASE", "result": "EQUAL", "lease": lease}
-
     # Requests.
-
-    def _learn_lease(self, limit: Limit) -> str:
-        items = self._ask("kv/range", self._one(""), limit).get("kvs", [])
-        self._lease = _lease_in(self._mark_in(items))
-        return self._lease
-
-    def _write(
-        self,
-        holds: Sequence[Json],
-        values: Mapping[str, bytes],
-        lease: str,
-        limit: Limit,
-        *looks: Json,
-    ) -> Json:
-        """Write with the lease if it is the mark's and ``holds``; else execute ``looks``."""
-        puts = [
-            {"request_put": {**self._one(key), "value": _encoded(data), "lease": lease}}
-            for key, data in values.items()
-        ]
-        return self._transact([*holds, self._marked(lease)], puts, limit, looks)
-
-    def _list(self, limit: Limit) -> Sequence[Json]:
-        items: Sequence[Json] = self._ask("kv/range", self._listing(), limit).get("kvs", [])
-        return items
-
-    def _move(self, items: Sequence[Json], limit: Limit) -> None:
-        """Give all keys the lease of the mark; ``items``: the mark and they, as just listed."""
-        while True:
-            mark = self._mark_in(items)
-            lease = _lease_in(mark)
-            others = [it for it in items if _lease_in(it) != lease]
-            batches = (others[at : at + _OPERATIONS] for at in range(0, len(others), _OPERATIONS))
-            # Missing: one of the keys was deleted meanwhile.
-            with suppress(MissingError):
-                if all(self._attach(batch, lease, limit) for batch in batches):
-                    return
-            # If another client has changed the mark's lease, help it: it may have been killed.
-            past, items = items, self._list(limit)
-            if mark and not self._mark_in(items):
-                # This client was delayed, and the run has expired: delete its unchanged keys. What
-                # has changed belongs to the next run, which has no deadline.
-                for item in past:
-                    same = {"target": "MOD", "mod_revision": item["mod_revision"]}
-                    gone = {"request_delete_range": {"key": item["key"]}}
-                    self._transact([{"key": item["key"], **same}], [gone], limit)
-                items = self._list(limit)
-
-    def _attach(self, items: Sequence[Json], lease: str, limit: Limit) -> bool:
-        """Attach the lease to the keys; False: the mark has another. Raises `MissingError`."""
-        answer = self._transact([self._marked(lease)], _attaching(items, lease), limit)
-        return bool(answer.get("succeeded"))
 
     def _transact(
         self,
@@ -525,8 +425,6 @@ class Client(StoreClient):
             error.stale = headers.get("Authorization") == self._accepted
         elif error.retryable:
             self._http.leave(member)
-        elif str(error).endswith(("key not found", "lease not found")):
-            raise MissingError(status, body)
         raise error
 
 
@@ -564,10 +462,6 @@ class RefusedError(Exception):
             self.retryable = "too many requests" in text
 
 
-class MissingError(RefusedError):
-    """The key or the lease of a request does not exist."""
-
-
 def _role(status: Mapping[str, Any]) -> Finding:
     if str(status.get("leader", "0")) == "0":
         advice = "start a majority of the members"
@@ -591,15 +485,15 @@ def _value(item: Mapping[str, Any]) -> bytes:
     return b64decode(item.get("value", ""))
 
 
-def _lease_in(item: Mapping[str, Any]) -> str:
-    """The lease of a key, or of the mark if that exists."""
-    return str(item.get("lease", _NO_LEASE))
+def _key(item: Mapping[str, Any]) -> str:
+    return b64decode(item["key"]).decode(errors="replace")
 
 
-def _attaching(items: Sequence[Json], lease: str) -> list[Json]:
-    """Operations that attach the lease to the keys; their values, and so the versions, stay."""
-    puts = [{"key": it["key"], "ignore_value": True, "lease": lease} for it in items]
-    return [{"request_put": put} for put in puts]
+def _range(prefix: str) -> Json:
+    """The range of all keys that begin so."""
+    start = prefix.encode()
+    # It ends in "/" or in a UTF-8 character, so its last byte is never 255.
+    return {"key": _encoded(start), "range_end": _encoded(start[:-1] + bytes([start[-1] + 1]))}
 
 
 def _encoded(data: bytes) -> str:

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 import random
 import re
@@ -43,7 +42,6 @@ import threading
 import time
 from base64 import b32encode
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from email.message import Message
 from functools import partial
@@ -57,7 +55,6 @@ import msgspec
 from rdzv_plugins.kv.base import (
     Limit,
     Problem,
-    StoreClient,
     Stored,
     busy,
     clock_hint,
@@ -68,6 +65,7 @@ from rdzv_plugins.kv.base import (
     version_of,
 )
 from rdzv_plugins.kv.contract import UNREADABLE, Capabilities, Version
+from rdzv_plugins.kv.epochs import MARK, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
 from rdzv_plugins.kv.retry import pause_after
 from rdzv_plugins.settings.endpoint import Place, parse_endpoint, redact
@@ -87,11 +85,6 @@ __all__ = ["Client", "Options"]
 log = logging.getLogger(__name__)
 
 _LARGEST_VALUE = 1_000_000
-
-# What a client knows of the mark is good for so long: two heartbeats of the default interval. A
-# deadline is never nearer than that and two seconds, for the server tells whole ones.
-_MARK_SECONDS = 10.0
-_LEAST_EXPIRY = _MARK_SECONDS + 2.0
 
 # A watch is renewed this often, in seconds, in case its server hangs.
 _WATCH_SECONDS = 30
@@ -195,7 +188,7 @@ class Options(ServerOptions):
     ``team=ml+cost-center=42``"""
 
 
-class Client(StoreClient):
+class Client(EpochClient):
     """One run in a namespace; requests reuse connections, and each parked waiter has its own."""
 
     name = "kubernetes"
@@ -204,6 +197,8 @@ class Client(StoreClient):
         push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=_LARGEST_VALUE
     )
     heartbeat_ms = 6.0
+    # Two heartbeats of the default interval; the server tells whole seconds.
+    mark_seconds = 10.0
     # Each key is a request of its own.
     batch = (20, 1 << 20)
     least_version: ClassVar[tuple[int, ...]] = (1, 20)
@@ -223,16 +218,13 @@ class Client(StoreClient):
             _RUN: _label(run),
         }
         self._owners: list[dict[str, Any]] = []
-        # What is known of the mark, and when it was asked for.
-        self._mark = _Mark(self._run, _label(run))
-        self._mark_asked = -math.inf
         # The server's clock less this host's monotonic one.
         self._offset = time.time() - time.monotonic()
         # The keys that only this client puts, by name, as it wrote them last.
         self._own: dict[str, _Guard] = {}
         self._watches: dict[str, _Watch] = {}
         self._watches_lock = threading.Lock()
-        self._connect(self._read_mark)
+        self._connect(self._present)
         if not run.startswith(quote(RESERVED)):
             try:
                 self._owners = self._call(partial(self._find_owners, options.owner))
@@ -240,72 +232,44 @@ class Client(StoreClient):
                 self.close()
                 raise
 
-    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
-        mark = self._living(limit)
-        read = ((key, self._get(self._name_of(key), limit)) for key in keys)
-        return {key: it.stored for key, it in read if it is not None and it.is_of(mark)}
+    def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        read = ((path, self._get(self._name_of(path), limit)) for path in paths)
+        return {path: it.stored for path, it in read if it is not None}
 
-    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
-        part, slash, _ = prefix.partition("/")
+    def _scan_at(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         selected = f"{_RUN}={self._labels[_RUN]}"
-        if slash:
-            selected += f",{_PART} in ({_OF_MARK},{_part(part)})"
-        while True:
-            asked = time.monotonic()
-            found = [it for it in self._list(selected, limit) if it.name.startswith(self._run)]
-            marks = [_Mark.of(it) for it in found if it.name == self._run]
-            mark = self._note(marks[0] if marks else None, asked)
-            if not self._is_over(mark):
-                break
-            self._clear(mark, limit)
-        # One of another name than its key's is nobody's, as the mark is.
-        keys = [it for it in found if it.name == self._name_of(it.key) and it.is_of(mark)]
-        return {it.key: it.stored for it in keys if it.key.startswith(prefix)}
+        if prefix.count("/") > 1:
+            selected += f",{_PART}={_part(prefix)}"
+        found = [it for it in self._list(selected, limit) if it.path.startswith(prefix)]
+        # One of another name than its path's is nobody's.
+        return {it.path: it.stored for it in found if it.name == self._name_of(it.path)}
 
-    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
-        mark = self._living(limit)
-        guard = seen.guard if seen is not None else None
+    def _replace_at(self, path: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         if seen is None:
-            if self._create(self._object(key, data), limit) is not None:
-                return True
-            there = self._get(self._name_of(key), limit)
-            if there is None or there.is_of(mark):
-                return False
-            guard = there.guard  # An expired run has left it.
-        return self._update(self._object(key, data, guard), limit) is not None
+            return self._create(self._object(path, data), limit) is not None
+        return self._update(self._object(path, data, seen.guard), limit) is not None
 
-    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        self._living(limit)
-        for key, data in values.items():
-            self._put_one(key, data, limit)
+    def _put_at(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        for path, data in values.items():
+            self._put_one(path, data, limit)
 
-    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
-        for key in keys:
-            self._remove(self._name_of(key), None, limit)
+    def _delete_at(self, paths: Iterable[str], limit: Limit) -> None:
+        for path in paths:
+            self._remove(self._name_of(path), limit)
 
-    def _expire(self, seconds: float, limit: Limit) -> None:
-        if seconds <= 0:
-            while not self._clear(self._read_mark(limit), limit):
-                pass
-            if self._mark.guard is not None:
-                # There was no time to delete all: until then others may know an older mark.
-                limit.sleep(_MARK_SECONDS)
-            return
-        written = None
-        while written is None:
-            mark = self._living(limit, fresh=True)  # A later deadline must not bring a run back.
-            ends = self._server_time() + max(seconds, _LEAST_EXPIRY)
-            written = self._write_mark(replace(mark, ends=ends), limit)
+    def _sweep(self, limit: Limit) -> None:
         marks = self._list(f"{_PREFIX}={self._labels[_PREFIX]},{_PART}={_OF_MARK}", limit)
-        others = [_Mark.of(it) for it in marks if it.name != self._run]
-        # The run of a mark that is not ours may live.
-        ours = [it for it in others if it.base is not None]
-        for mark in [it for it in ours if it.ends is None or self._is_over(it)][:_SWEEP]:
-            self._clear(mark, limit)
+        others = [it for it in marks if it.name != self._run]
+        over = [it for it in others if self._has_ended(it.stored, limit)]
+        for mark in over[:_SWEEP]:
+            for it in self._list(f"{_RUN}={mark.metadata.labels.get(_RUN, '')}", limit):
+                if it.name.startswith(f"{mark.name}-"):
+                    self._remove(it.name, limit)
+            self._remove(mark.name, limit, mark.guard)
 
-    def _look(self, key: str, version: Version | None, limit: Limit) -> Stored | None:
+    def _look_at(self, path: str, version: Version | None, limit: Limit) -> Stored | None:
         with self._watches_lock:
-            watch = self._watches.get(key)
+            watch = self._watches.get(path)
         current = watch.current if watch is not None else None
         # What has changed since, the watch will tell; of what is not ours it may tell too late.
         if (
@@ -314,18 +278,18 @@ class Client(StoreClient):
             and (version_of(current) == version)
         ):
             return current
-        return super()._look(key, version, limit)
+        return super()._look_at(path, version, limit)
 
-    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
+    def _park_at(self, path: str, seen: Stored | None, limit: Limit) -> Stored | None:
         with self._watches_lock:
-            watch = self._watches.pop(key, None)
+            watch = self._watches.pop(path, None)
         if watch is not None and seen is None and watch.current is not None:
             watch.stream.close()  # It does not know yet that the key was deleted.
             watch = None
         going_on = True
         try:
             if watch is None:
-                watch = self._watch(key, limit)
+                watch = self._watch(path, limit)
             while not watch.is_past(seen):
                 going_on = watch.follow(limit)
                 if not going_on:
@@ -336,7 +300,7 @@ class Client(StoreClient):
             raise
         finally:
             if watch is not None:
-                self._keep(key, watch, going_on)
+                self._keep(path, watch, going_on)
 
     def _problem(self, error: Exception) -> Problem | None:
         if not isinstance(error, RefusedError):
@@ -392,93 +356,31 @@ class Client(StoreClient):
             watch.stream.close()
         self._login.http.close()
 
-    # The mark.
-
-    def _living(self, limit: Limit, fresh: bool = False) -> _Mark:
-        """The mark of the run, which has not expired: an expired one is cleared first."""
-        mark = self._mark
-        if fresh or time.monotonic() >= self._mark_asked + _MARK_SECONDS or self._is_over(mark):
-            mark = self._read_mark(limit)
-        while self._is_over(mark):
-            self._clear(mark, limit)
-            mark = self._read_mark(limit)
-        return mark
-
-    def _read_mark(self, limit: Limit) -> _Mark:
-        asked = time.monotonic()
-        item = self._get(self._run, limit)
-        return self._note(_Mark.of(item) if item is not None else None, asked)
-
-    def _note(self, mark: _Mark | None, asked: float) -> _Mark:
-        """Remember the mark as the server has it (None: there is none)."""
-        mark = mark or _Mark(self._run, self._labels[_RUN])
-        # A thread whose answer came late must not make it look newer than it is.
-        if asked >= self._mark_asked:
-            self._mark, self._mark_asked = mark, asked
-        return mark
-
-    def _write_mark(self, mark: _Mark, limit: Limit) -> _Mark | None:
-        """Replace the mark, if it is unchanged since it was read."""
-        asked = time.monotonic()
-        labels = self._labels | {_RUN: mark.label, _PART: _OF_MARK}
-        metadata: dict[str, Any] = {"name": mark.name, "labels": labels}
-        if mark.name == self._run:
-            metadata["ownerReferences"] = self._owners
-        made = {"metadata": metadata, "data": mark.data}
-        if mark.guard is None:
-            item = self._create(made, limit)
-        else:
-            metadata |= mark.guard.fields
-            item = self._update(made, limit)
-        if item is None:
-            return None
-        written = _Mark.of(item)
-        return self._note(written, asked) if mark.name == self._run else written
-
-    def _clear(self, mark: _Mark, limit: Limit) -> bool:
-        """Make all that its run has read as absent; False: the mark has changed meanwhile."""
-        cleared = self._write_mark(replace(mark, ends=None, base=None), limit)
-        if cleared is None or cleared.guard is None:
-            return False
-        with suppress(TimeoutError):
-            # Readers wait for this: the rest is deleted when the next run sets its deadline.
-            brief = limit.within(limit.seconds / 2)
-            for it in self._list(f"{_RUN}={mark.label}", brief):
-                if it.name.startswith(f"{mark.name}-") and not it.is_of(cleared):
-                    self._remove(it.name, it.guard, brief)
-            self._remove(mark.name, cleared.guard, brief)
-            if mark.name == self._run:
-                self._note(None, time.monotonic())
-        return True
-
-    def _is_over(self, mark: _Mark) -> bool:
-        return mark.ends is not None and self._server_time() >= mark.ends
-
     def _server_time(self) -> float:
         return self._offset + time.monotonic()
 
     # Writes without a condition.
 
-    def _put_one(self, key: str, data: bytes, limit: Limit) -> None:
+    def _put_one(self, path: str, data: bytes, limit: Limit) -> None:
         """Write it on condition that nobody else does at this moment, whose write then replaces it.
 
         Without a condition the API server tries again and again where many nodes write one key.
         """
-        name, refused = self._name_of(key), 0
+        name, refused = self._name_of(path), 0
         guard = self._own.pop(name, None)
         if guard is not None:
-            written = self._update(self._object(key, data, guard, put=True), limit)
+            written = self._update(self._object(path, data, guard, put=True), limit)
             if written is not None:
                 self._own[name] = written.guard
                 return
         there = self._get(name, limit)
         while True:
             if there is None:
-                written = self._create(self._object(key, data, put=True), limit)
+                written = self._create(self._object(path, data, put=True), limit)
                 if written is not None:
                     self._own[name] = written.guard
                     return
-            elif self._update(self._object(key, data, there.guard, put=True), limit) is not None:
+            elif self._update(self._object(path, data, there.guard, put=True), limit) is not None:
                 return  # Others write it too.
             before, there = there, self._get(name, limit)
             others = there is not None and (before is None or there.guard != before.guard)
@@ -490,14 +392,13 @@ class Client(StoreClient):
 
     # Watches.
 
-    def _watch(self, key: str, limit: Limit) -> _Watch:
-        """Watch from what the key holds now."""
+    def _watch(self, path: str, limit: Limit) -> _Watch:
+        """Watch from what the path holds now."""
         opening = limit.within(self.timeout)
-        mark = self._living(opening)
-        field = {"fieldSelector": f"metadata.name={self._name_of(key)}"}
+        field = {"fieldSelector": f"metadata.name={self._name_of(path)}"}
         page = self._ask("GET", f"{self._maps}?{urlencode(field)}", opening)
         listed = _pages.decode(page.body)
-        here = [it.stored for it in listed.items or () if it.is_of(mark)]
+        here = [it.stored for it in listed.items or ()]
         since = listed.metadata.resourceVersion
         stream = self._follow(self._maps, field, since, _WATCH_SECONDS, opening)
         return _Watch(stream, here[0] if here else None)
@@ -519,12 +420,12 @@ class Client(StoreClient):
             raise
         return stream
 
-    def _keep(self, key: str, watch: _Watch, going_on: bool) -> None:
+    def _keep(self, path: str, watch: _Watch, going_on: bool) -> None:
         """Keep a watch that goes on for the next wait."""
         ended = [watch]
         with self._watches_lock:
-            if going_on and not self._closed and key not in self._watches:
-                self._watches[key] = ended.pop()
+            if going_on and not self._closed and path not in self._watches:
+                self._watches[path] = ended.pop()
                 if len(self._watches) > _WATCHES:
                     ended.append(self._watches.pop(next(iter(self._watches))))
         for it in ended:
@@ -532,16 +433,16 @@ class Client(StoreClient):
 
     # Requests.
 
-    def _name_of(self, key: str) -> str:
-        return f"{self._run}-{_hash(key)}"
+    def _name_of(self, path: str) -> str:
+        return self._run if path == MARK else f"{self._run}-{_hash(path)}"
 
     def _object(
-        self, key: str, data: bytes, guard: _Guard | None = None, *, put: bool = False
+        self, path: str, data: bytes, guard: _Guard | None = None, *, put: bool = False
     ) -> dict[str, Any]:
         metadata: dict[str, Any] = {
-            "name": self._name_of(key),
-            "labels": self._labels | {_PART: _part(key.partition("/")[0])},
-            "annotations": {_KEY: key} | ({_PUT: "true"} if put else {}),
+            "name": self._name_of(path),
+            "labels": self._labels | {_PART: _OF_MARK if path == MARK else _part(path)},
+            "annotations": {_KEY: path} | ({_PUT: "true"} if put else {}),
             "ownerReferences": self._owners,
         }
         if guard is not None:
@@ -565,10 +466,10 @@ class Client(StoreClient):
             if b"immutable" not in answer.body:
                 raise RefusedError(answer.status, answer.body)
             # Another program has made it so: the next attempt finds none.
-            self._remove(name, None, limit)
+            self._remove(name, limit)
         return _items.decode(answer.body) if answer.status == 200 else None
 
-    def _remove(self, name: str, guard: _Guard | None, limit: Limit) -> None:
+    def _remove(self, name: str, limit: Limit, guard: _Guard | None = None) -> None:
         """Delete an object, if it is unchanged (None: in any case)."""
         body = {"preconditions": guard.fields} if guard is not None else None
         self._ask("DELETE", f"{self._maps}/{name}", limit, body, passing=(404, 409))
@@ -694,14 +595,13 @@ class _Item(msgspec.Struct):
 
     metadata: _Metadata
     binaryData: dict[str, bytes] = {}  # noqa: N815 - the API's name
-    data: dict[str, str] = {}
 
     @property
     def name(self) -> str:
         return self.metadata.name
 
     @property
-    def key(self) -> str:
+    def path(self) -> str:
         return self.metadata.annotations.get(_KEY, "")
 
     @property
@@ -716,10 +616,6 @@ class _Item(msgspec.Struct):
     def stored(self) -> Stored:
         return Stored.parse(self.binaryData.get(_VALUE, b""), self.guard)
 
-    def is_of(self, mark: _Mark) -> bool:
-        """Whether it is younger than the run's last expiry."""
-        return self.guard.revision > (mark.base or 0)
-
 
 class _Page(msgspec.Struct):
     metadata: _Metadata
@@ -731,44 +627,8 @@ class _Event(msgspec.Struct):
     object: msgspec.Raw
 
 
-_ENDS, _BASE = re.compile(r"[0-9]{1,12}\.[0-9]{3}"), re.compile("[0-9]{1,19}")
 _items, _pages = msgspec.json.Decoder(_Item), msgspec.json.Decoder(_Page)
 _events = msgspec.json.Decoder(_Event)
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """The mark of a run.
-
-    Attributes:
-        name, label: of the run's ConfigMaps.
-        ends: seconds since 1970 on the server's clock, from which on the run reads as empty.
-        base: what the run has of this revision, or an older one, reads as absent.
-        guard: None: there is no mark.
-    """
-
-    name: str
-    label: str
-    ends: float | None = None
-    base: int | None = None
-    guard: _Guard | None = None
-
-    @classmethod
-    def of(cls, item: _Item) -> _Mark:
-        label, guard = item.metadata.labels.get(_RUN, ""), item.guard
-        ends, base = (item.data.get(it, "") for it in ("ends", "base"))
-        if not base and not ends:
-            return cls(item.name, label, None, guard.revision, guard)
-        if _ENDS.fullmatch(ends) and _BASE.fullmatch(base) and int(base) <= guard.revision:
-            return cls(item.name, label, float(ends), int(base), guard)
-        # It is not ours, and counts as absent until somebody replaces it.
-        return cls(item.name, label, None, None, guard)
-
-    @property
-    def data(self) -> dict[str, str]:
-        """As the ConfigMap has it; one without a base begins at itself."""
-        base = {"base": str(self.base or 0)} if self.ends is not None else {}
-        return base | ({"ends": f"{self.ends:.3f}"} if self.ends is not None else {})
 
 
 class _Watch:
@@ -962,6 +822,6 @@ def _label(text: str) -> str:
     return re.sub("[^A-Za-z0-9._-]", "_", unquote(text))[:60].strip("._-")
 
 
-def _part(folder: str) -> str:
+def _part(path: str) -> str:
     """As a label's value: the first segment of a key."""
-    return f"of.{_label(folder)}".rstrip(".")
+    return f"of.{_label(path.split('/')[1])}".rstrip(".")

@@ -35,7 +35,6 @@ import contextlib
 import os
 import random
 import re
-import secrets
 import socket
 import ssl
 import threading
@@ -43,7 +42,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -57,7 +56,6 @@ from nats.protocol.parser import Parser
 from rdzv_plugins.kv.base import (
     Limit,
     Problem,
-    StoreClient,
     Stored,
     Wake,
     find_problem,
@@ -66,7 +64,8 @@ from rdzv_plugins.kv.base import (
     segments,
     version_of,
 )
-from rdzv_plugins.kv.contract import UNREADABLE, Capabilities
+from rdzv_plugins.kv.contract import Capabilities
+from rdzv_plugins.kv.epochs import MARK, Epoch, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
 from rdzv_plugins.settings.endpoint import Endpoint, at, parse_endpoint, redact
 from rdzv_plugins.settings.options import ServerOptions, first_line, given_or_in_file, option
@@ -83,9 +82,6 @@ _MOST_OF_A_MESSAGE = 1 << 26
 
 # As long as a resolver may take; whoever connects gives up sooner.
 _LONGEST_LOOK_UP = 30.0
-
-# A parked wait looks again this often, to detect a bucket that lost its data.
-_LONGEST_PARK = 10.0
 
 # A connection on which nothing came for so long is asked for a sign of life; two that do not come
 # end it.
@@ -189,7 +185,7 @@ class Options(ServerOptions):
     """file with the JWT and the seed of a user, as nsc makes it"""
 
 
-class Client(StoreClient):
+class Client(EpochClient):
     """One run in a bucket; all its requests and waits share one connection."""
 
     name = "nats"
@@ -218,34 +214,41 @@ class Client(StoreClient):
         self._mark = f"{self._prefix}.{run}"
         self._options = options
         self._grant = _grant(self._prefix, options)
-        self._known = _FIRST, 0
         # The server's clock less this host's monotonic one.
         self._offset = 0.0
         self._transport = Transport(target, options, request_timeout, self._greet)
-        self._connect(lambda limit: self._transport.run(self._living([]), limit))
+        self._connect(self._present)
 
-    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
-        return self._transport.run(self._living([*keys]), limit)
+    def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        return self._transport.run(self._fetched([*paths]), limit)
 
-    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+    def _scan_at(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         return self._transport.run(self._listed(prefix), limit)
 
-    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
-        return self._transport.run(self._replaced(key, data, seen), limit)
+    def _replace_at(self, path: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+        expected = seen.guard if seen is not None else 0
+        return self._transport.run(self._publish(self._subject(path), data, expected), limit)
 
-    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        self._transport.run(self._written(values), limit)
+    def _put_at(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        writes = (self._publish(self._subject(path), data) for path, data in values.items())
+        self._transport.run(_together(*writes), limit)
 
-    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
-        self._transport.run(self._deleted([*keys]), limit)
+    def _delete_at(self, paths: Iterable[str], limit: Limit) -> None:
+        purges = (self._purge(self._subject(path)) for path in paths)
+        self._transport.run(_together(*purges), limit)
 
-    def _expire(self, seconds: float, limit: Limit) -> None:
-        self._transport.run(self._expiring(seconds), limit)
+    def _empty(self, epoch: str, limit: Limit) -> bool:
+        self._transport.run(self._purge(f"{self._mark}./{epoch}.>"), limit)
+        return True
 
-    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        with contextlib.suppress(TimeoutError):
-            return self._transport.run(self._watched(key, seen), limit.within(_LONGEST_PARK), True)
-        return None  # Look again.
+    def _server_time(self) -> float:
+        return self._offset + time.monotonic()
+
+    def _sweep(self, limit: Limit) -> None:
+        self._transport.run(self._swept(limit), limit)
+
+    def _park_at(self, path: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        return self._transport.run(self._watched(path, seen), limit, True)
 
     def _problem(self, error: Exception) -> Problem | None:
         if isinstance(error, ssl.SSLError) and is_of_tls(str(error)):
@@ -308,80 +311,41 @@ class Client(StoreClient):
 
     # The coroutines that the hooks await.
 
-    async def _living(self, keys: list[str]) -> dict[str, Stored]:
-        """The values of these keys in the present epoch."""
-        while True:
-            epoch = self._known[0].epoch
-            reads = (self._get(self._subject(key, epoch)) for key in keys)
-            mark, *read = await _together(self._get(self._mark), *reads)
-            if await self._is_current(mark, epoch):
-                found = zip(keys, read, strict=True)
-                return {key: Stored.parse(data, at) for key, (data, at) in found if at}
+    async def _fetched(self, paths: list[str]) -> dict[str, Stored]:
+        read = await _together(*(self._get(self._subject(path)) for path in paths))
+        found = zip(paths, read, strict=True)
+        return {path: Stored.parse(data, at) for path, (data, at) in found if at}
 
     async def _listed(self, prefix: str) -> dict[str, Stored]:
-        while True:
-            epoch = self._known[0].epoch
-            start = f"{self._mark}./{epoch}."
-            folder = prefix.rpartition("/")[0]
-            subjects = await self._subjects(
-                f"{start}{_subject(folder)}.>" if folder else f"{start}>"
-            )
-            read = (_key(it[len(start) :]) for it in subjects)
-            # What is no UTF-8 behind its escapes is nobody's key.
-            keys = [key for key in read if key.startswith(prefix) and "\ufffd" not in key]
-            found: dict[str, Stored] = {}
-            for first in range(0, len(keys) or 1, _READS):
-                found |= await self._living(keys[first : first + _READS])
-            if self._known[0].epoch == epoch:
-                return found
+        start = f"{self._mark}./"
+        subjects = await self._subjects(f"{self._subject(prefix.rpartition('/')[0])}.>")
+        read = (_path(it[len(start) :]) for it in subjects)
+        # What is no UTF-8 behind its escapes is nobody's key.
+        paths = [path for path in read if path.startswith(prefix) and "\ufffd" not in path]
+        found: dict[str, Stored] = {}
+        for first in range(0, len(paths), _READS):
+            found |= await self._fetched(paths[first : first + _READS])
+        return found
 
-    async def _replaced(self, key: str, data: bytes, seen: Stored | None) -> bool:
-        epoch = self._known[0].epoch
-        expected = seen.guard if seen is not None else 0
-        mark, written = await _together(
-            self._get(self._mark), self._publish(self._subject(key, epoch), data, expected)
-        )
-        return await self._is_current(mark, epoch) and written
-
-    async def _written(self, values: Mapping[str, bytes]) -> None:
-        while True:
-            epoch = self._known[0].epoch
-            writes = (self._publish(self._subject(k, epoch), data) for k, data in values.items())
-            mark, *_ = await _together(self._get(self._mark), *writes)
-            if await self._is_current(mark, epoch):
-                return
-
-    async def _deleted(self, keys: list[str]) -> None:
-        epoch = self._known[0].epoch
-        await _together(*(self._purge(self._subject(key, epoch)) for key in keys))
-
-    async def _expiring(self, seconds: float) -> None:
-        if seconds <= 0:
-            await self._begin_epoch(*self._known)
-            return
-        written = False
-        while not written:
-            await self._living([])  # A later deadline is not to bring an expired run back.
-            marks = await self._subjects(f"{self._prefix}.*")
-            known, at = self._known
-            mark = _Mark(epoch=known.epoch, ends=self._server_time() + seconds)
-            written = await self._publish(self._mark, msgspec.json.encode(mark), at)
+    async def _swept(self, limit: Limit) -> None:
+        marks = await self._subjects(f"{self._prefix}.*")
         others = [subject for subject in marks if subject != self._mark][:_READS]
         found = await _together(*(self._get(subject) for subject in others))
-        for subject, (data, at) in zip(others, found, strict=True):
-            if at and (mark := _mark_in(data)).is_over(self._server_time()):
-                await self._purge(f"{subject}./{mark.epoch}.>")
-                await self._purge(subject, at)
+        for subject, (data, number) in zip(others, found, strict=True):
+            mark = Stored.parse(data)
+            if number and self._has_ended(mark, limit):
+                await self._purge(f"{subject}./{Epoch.of(mark).name}.>")
+                await self._purge(subject, number)
 
-    async def _watched(self, key: str, seen: Stored | None) -> Stored | None:
+    async def _watched(self, path: str, seen: Stored | None) -> Stored | None:
         link = await self._transport.link()
-        subject = self._subject(key, self._known[0].epoch).replace("$KV.", "$RKV.", 1)
+        subject = self._subject(path).replace("$KV.", "$RKV.", 1)
         watch = link.watches.get(subject)
         told = watch.latest if watch is not None else None
         if watch is None or seen is None:
             watch = watch or await link.watch(subject)
             # Nobody is told what was written before the subscription, nor of a deletion.
-            now = (await self._living([key])).get(key)
+            now = (await self._fetched([path])).get(path)
             if version_of(now) not in (None, version_of(seen)):
                 return now
         while True:
@@ -393,33 +357,6 @@ class Client(StoreClient):
             if seen is not None and latest is not told:
                 return None  # It came late, or the bucket was made anew: look again.
             await watch.changed()
-
-    # Epochs.
-
-    async def _is_current(self, mark: tuple[bytes, int], epoch: str) -> bool:
-        """Whether a request was made in the present epoch: so says the mark, read with it."""
-        data, at = mark
-        found = _mark_in(data) if at else _FIRST
-        if found.is_over(self._server_time()):
-            await self._begin_epoch(found, at)
-            return False
-        self._known = found, at
-        if found.epoch == epoch:
-            return True
-        await self._purge(f"{self._mark}./{epoch}.>")  # The keys that it wrote there.
-        return False
-
-    async def _begin_epoch(self, last: _Mark, at: int) -> None:
-        """Begin another epoch if the mark is still this one; delete the keys of the last one."""
-        mark = msgspec.json.encode(_Mark(epoch=secrets.token_hex(4)))
-        await self._publish(self._mark, mark, at)
-        data, at = await self._get(self._mark)
-        self._known = (_mark_in(data), at) if at else (_FIRST, 0)
-        if self._known[0].epoch != last.epoch:
-            await self._purge(f"{self._mark}./{last.epoch}.>")
-
-    def _server_time(self) -> float:
-        return self._offset + time.monotonic()
 
     # Requests to JetStream.
 
@@ -504,36 +441,8 @@ class Client(StoreClient):
         link = await self._transport.link()
         return await link.ask(f"{verb}.KV_{self._options.bucket}", what, self.timeout)
 
-    def _subject(self, key: str, epoch: str) -> str:
-        return f"{self._mark}./{epoch}.{_subject(key)}"
-
-
-class _Mark(msgspec.Struct, frozen=True):
-    """The mark of a run.
-
-    Attributes:
-        epoch: part of the subjects of the run's keys.
-        ends: seconds since 1970 on the server's clock, from which on the run reads as empty.
-    """
-
-    epoch: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{1,16}\Z")]
-    ends: float | None = None
-
-    def is_over(self, now: float) -> bool:
-        return self.ends is not None and now >= self.ends
-
-
-_marks = msgspec.json.Decoder(_Mark)
-# Of a run without a mark.
-_FIRST = _Mark("0")
-
-
-def _mark_in(data: bytes) -> _Mark:
-    """A mark; one that is not ours counts as absent."""
-    try:
-        return _marks.decode(data)
-    except UNREADABLE:
-        return _FIRST
+    def _subject(self, path: str) -> str:
+        return self._mark if path == MARK else f"{self._mark}./{_subject(path)}"
 
 
 class UnfitServerError(Exception):
@@ -956,12 +865,12 @@ def _token(part: str) -> str:
     return part.replace(".", "%2E").replace("~", "%7E").replace("%", "=")
 
 
-def _subject(key: str) -> str:
-    """A key as parts of a subject."""
-    return ".".join(_token(quote(part, safe="")) or "=" for part in key.split("/"))
+def _subject(path: str) -> str:
+    """A path as parts of a subject."""
+    return ".".join(_token(quote(part, safe="")) or "=" for part in path.split("/"))
 
 
-def _key(subject: str) -> str:
-    """The key of such parts."""
+def _path(subject: str) -> str:
+    """The path of such parts."""
     parts = ("" if part == "=" else unquote(part.replace("=", "%")) for part in subject.split("."))
     return "/".join(parts)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -293,24 +290,9 @@ def _stored_in_redis(store: RunningStore) -> Stored:
     return lambda namespace: sum(1 for _ in server.scan_iter(match=f"*{namespace}*", count=1000))
 
 
-def _stored_in_etcd(store: RunningStore) -> Stored:
-    everything = {"key": "AA==", "range_end": "AA==", "keys_only": True}
-
-    def stored(namespace: str) -> int:
-        connection = HTTPConnection(*store.address, timeout=5)
-        with closing(connection):
-            connection.request("POST", "/v3/kv/range", json.dumps(everything))
-            answer = json.load(connection.getresponse())
-        token = namespace.rpartition("/")[2].encode()
-        return sum(token in base64.b64decode(item["key"]) for item in answer.get("kvs", ()))
-
-    return stored
-
-
 # DynamoDB is not among them: it takes its time, up to days, to delete what has expired.
 _STORED: dict[str, Callable[[RunningStore], Stored]] = {
     "redis": _stored_in_redis,
-    "etcd-v3": _stored_in_etcd,
 }
 
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from rdzv_plugins.cli import app
 from rdzv_plugins.kv import RendezvousError, RendezvousStateError
 from rdzv_plugins.kv.base import Limit
+from rdzv_plugins.kv.epochs import MARK
 from rdzv_plugins.protocol.documents import STATE_KEY
 from rdzv_plugins.testing.harness import until
 from tests import servers
@@ -29,6 +30,13 @@ from tests.integration.stores import RunningStore
 VALUES = [
     b"", b"x", b"no stamp at all", b"{}", b"12345678", b"\xff" * 20, b"5", b"0-0", b"7-x value",
     b"99999999999999999999999-1 x", b"1-99999999999999999999999 x", b"1-01 x", b"-1-1 x",
+]  # fmt: skip
+
+
+MARKS = [
+    b"x", b"", b"12345678=[]", b'12345678={"name": 0, "lasts": "x"}',
+    b'12345678={"name": "../>"}', b'12345678={"name": "ab\\n"}',
+    b'12345678={"name": "0", "lasts": 1e400}',
 ]  # fmt: skip
 
 
@@ -61,7 +69,7 @@ def _put(client: Any, key: Any, data: bytes) -> None:
 
 
 def _key_in_etcd(client: Any, key: bytes, data: bytes) -> None:
-    whole = client._path.encode() + key
+    whole = (client._path + client._living(_limit()).path("")).encode() + key
     body = {name: base64.b64encode(it).decode() for name, it in (("key", whole), ("value", data))}
     client._ask("kv/put", body, _limit())
 
@@ -87,20 +95,22 @@ def _key_in_zookeeper(client: Any, key: bytes, data: bytes) -> None:
 
 def _key_in_nats(client: Any, key: bytes, data: bytes) -> None:
     name = "".join(f"={byte:02X}" for byte in key)
-    subject = f"{client._mark}./{client._known[0].epoch}.{name}"
+    subject = f"{client._mark}./{client._living(_limit()).epoch.name}.{name}"
     client._transport.run(client._publish(subject, data), _limit())
 
 
 def _key_in_a_quorum(client: Any, key: bytes, data: bytes) -> None:
     # Its keys are text, as msgpack has it.
-    register = client._key(key.decode("latin-1"))
+    register = client._key(client._living(_limit()).path(key.decode("latin-1")))
     client._registers.change(register, lambda _: data, _limit())
 
 
 def _key_in_a_bucket(client: Any, key: bytes, data: bytes) -> None:
     name = "".join(f"%{byte:02X}" for byte in key)
     for path in (name, name.lower(), f"+{name}+", "+cut", "+/+"):
-        client._api.put(client._store, f"{client._folder(_limit())}/{path}", data)
+        client._api.put(
+            client._store, f"{client._name(client._living(_limit()).epoch.name)}/{path}", data
+        )
 
 
 WRITES: dict[str, Callable[[Any, Any, bytes], None]] = {"redis": _hash, "dynamodb": _item}
@@ -250,13 +260,11 @@ def _of_consul(client: Any) -> list[Callable[[], object]]:
 
 @_beside("etcd-v3")
 def _of_etcd(client: Any) -> list[Callable[[], object]]:
-    def put(**more: str) -> None:
-        client._ask("kv/put", {**client._one(""), **more}, _limit())
+    def put(data: bytes) -> None:
+        value = {"value": base64.b64encode(data).decode()}
+        client._ask("kv/put", {**client._one(MARK), **value}, _limit())
 
-    def leased() -> None:
-        put(lease=client._ask("lease/grant", {"TTL": "9000"}, _limit())["ID"])
-
-    return [put, partial(put, value="eA=="), leased]
+    return [partial(put, data) for data in MARKS]
 
 
 @_beside("postgres")
@@ -279,8 +287,9 @@ def _of_quorum(client: Any) -> list[Callable[[], object]]:
 
     marks = [b"x", b"", b"\xff" * 40, b"\x93\xa2ab\xa1x\xc0"]
     values = [b"", b"\xff", b"\x01short"]
-    writes = [partial(put, client._mark, data) for data in marks]
-    return [*writes, *(partial(put, client._key(STATE_KEY), data) for data in values)]
+    writes = [partial(put, client._key(MARK), data) for data in marks]
+    state = client._key(client._living(_limit()).path(STATE_KEY))
+    return [*writes, *(partial(put, state, data) for data in values)]
 
 
 @_beside("nats")
@@ -288,31 +297,25 @@ def _of_nats(client: Any) -> list[Callable[[], object]]:
     def put(subject: str, data: bytes) -> None:
         client._transport.run(client._publish(subject, data), _limit())
 
-    marks = [
-        b"x",
-        b"",
-        b'{"epoch": "../>"}',
-        b'{"epoch": "ab\\n"}',
-        b'{"epoch": "0", "ends": "x"}',
-    ]
-    writes = [partial(put, client._mark, data) for data in marks]
-    return [*writes, lambda: put(f"{client._mark}./{client._known[0].epoch}.nodes.=6E1", b"x")]
+    writes = [partial(put, client._mark, data) for data in MARKS]
+    epoch = client._living(_limit()).epoch.name
+    return [*writes, lambda: put(f"{client._mark}./{epoch}.nodes.=6E1", b"x")]
 
 
 @_beside("kubernetes")
 def _of_kubernetes(client: Any) -> list[Callable[[], object]]:
     def put(name: str, **more: Any) -> None:
         metadata = {"name": name, "labels": client._labels | more.pop("labels", {})}
-        metadata["annotations"] = {"rdzv-plugins/key": "nodes/n1"}
-        client._remove(name, None, _limit())
+        metadata["annotations"] = {"rdzv-plugins/key": client._living(_limit()).path("nodes/n1")}
+        client._remove(name, _limit())
         client._create({"metadata": metadata, **more}, _limit())
 
     mark, labels = client._run, {"rdzv-plugins/part": "mark"}
+    node = client._name_of(client._living(_limit()).path("nodes/n1"))
     return [
-        partial(put, mark, labels=labels, data={"ends": "x", "base": "x"}),
-        partial(put, mark, labels=labels, data={"ends": "1.000", "base": "9" * 18}),
-        partial(put, mark, labels=labels, data={"ends": "9.000", "base": "0"}, immutable=True),
-        partial(put, client._name_of("nodes/n1"), immutable=True),
+        *(partial(put, mark, labels=labels, binaryData={"value": it}) for it in MARKS),
+        partial(put, mark, labels=labels, binaryData={"value": MARKS[0]}, immutable=True),
+        partial(put, node, immutable=True),
         partial(put, f"{mark}-zzz", labels={"rdzv-plugins/part": "of.nodes"}),
     ]
 
@@ -326,16 +329,14 @@ def _of_buckets(client: Any) -> list[Callable[[], object]]:
         # obstore can write no such name; SeaweedFS makes one of what it is given.
         if client.name == "azure":
             port = int(client.where.partition("127.0.0.1:")[2].partition("/")[0])
-            path = f"rdzv/{quote(client._folder(_limit()))}//x"
+            path = f"rdzv/{quote(client._name(client._living(_limit()).epoch.name))}//x"
             assert servers.azure.put(port, path, **{"x-ms-blob-type": "BlockBlob"})[0] == 201
 
-    deadlines = [
-        b"x", b"12345678=[]", b'12345678={"folder": 0, "lasts": "x"}',
-        b'12345678={"folder": "../../other"}', b'12345678={"folder": "0", "lasts": 1e400}',
-    ]  # fmt: skip
     return [
-        *(partial(put, f"{client._run}/deadline", data) for data in deadlines),
-        lambda: put(f"{client._folder(_limit())}/nodes/n1", bytes((4 << 20) + 10)),
+        *(partial(put, client._name(MARK), data) for data in MARKS),
+        lambda: put(
+            f"{client._name(client._living(_limit()).epoch.name)}/nodes/n1", bytes((4 << 20) + 10)
+        ),
         unlistable,
     ]
 

@@ -16,8 +16,7 @@ A member listens at its host's address in the endpoint. A host whose own name is
 Debian sets it up, does not know that address: its member listens at the one given as
 ``--local-addr``, ``interface`` or ``network``, or from which the host reaches the other members.
 
-Keys: ``<prefix>/<run>!<epoch>/<key>``; ``<prefix>/<run>!`` is the mark, which says which epoch
-counts and until when. A new epoch begins once that time is over.
+Keys: ``<prefix>/<run>!<epoch>/<key>``; ``<prefix>/<run>!!`` is the run's mark (`kv/epochs.py`).
 
 Limits: values of up to 1 MiB, 32 MiB in a member. Nothing is encrypted; with a secret, members and
 clients prove to each other that they know it.
@@ -25,20 +24,16 @@ clients prove to each other that they know it.
 
 from __future__ import annotations
 
-import contextlib
-import secrets
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-import msgspec
-
-from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, segments
+from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, Stored, segments
 from rdzv_plugins.kv.contract import Attendance, Capabilities, Standing
+from rdzv_plugins.kv.epochs import MARK, Epoch, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.register.messages import Held
-from rdzv_plugins.register.proposer import Change
 from rdzv_plugins.settings.endpoint import redact
 from rdzv_plugins.settings.run_ids import RESERVED
 from rdzv_plugins.stores.quorum.members import Members, Options
@@ -55,27 +50,8 @@ _STAMP, _EARLIER = STAMP_BYTES - 1, 16
 # A value begins with the number of these stamps, or with this where `_put` wrote it.
 _PUT = b"\x80"
 
-T = TypeVar("T")
 
-
-class _Mark(msgspec.Struct, frozen=True, array_like=True):
-    """Which keys of a namespace count, and until when.
-
-    Attributes:
-        epoch: stands in the keys.
-        seconds: after which the namespace is empty, counted from the acceptance; None: never.
-        unique: makes each mark another value, so that its age begins anew.
-    """
-
-    epoch: str = ""
-    seconds: float | None = None
-    unique: bytes = b""
-
-    def is_over(self, age: float) -> bool:
-        return self.seconds is not None and age >= self.seconds
-
-
-class Client(StoreClient):
+class Client(EpochClient):
     """One run in the store that its nodes run."""
 
     name = "quorum"
@@ -94,8 +70,7 @@ class Client(StoreClient):
         self._members = members = Members.of(endpoint, options)
         self._namespace = "/".join(segments(namespace, options.prefix))
         self._registers = Registers(members.dialled, members.greeting, options.secret_bytes())
-        self._epoch = ""
-        self._connect(lambda limit: self._marked(limit))
+        self._connect(self._present)
 
     @classmethod
     def of_run(cls, options: Any, run_id: str) -> Options:
@@ -128,7 +103,7 @@ class Client(StoreClient):
         """Have the members stay until this client is closed."""
         self._registers.is_node = True
         self._registers.renew()
-        self._call(lambda limit: self._marked(limit))
+        self._call(partial(self._present, fresh=True))
 
     def inspect(self) -> Iterable[Finding]:
         standing = self.standing()
@@ -141,31 +116,20 @@ class Client(StoreClient):
         yield Finding(Mark.OK, "TLS", plain, values={"encrypted": False})
 
     def standing(self) -> Standing:
-        self._call(self._marked)  # In which generation most members take part.
+        # It learns in which generation most members take part.
+        self._call(partial(self._present, fresh=True))
         up = self._call(lambda limit: self._registers.up(limit.within(_PATIENCE)))
         return Standing(up, len(self._members.hosts))
 
     # The hooks.
 
-    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
-        asked = [*keys]
+    def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        return self._stored(self._registers.read([*map(self._key, paths)], limit))
 
-        def read() -> tuple[dict[str, Held], Held | None]:
-            found = self._registers.read([*map(self._key, asked), self._mark], limit)
-            return found, found.get(self._mark)
+    def _scan_at(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+        return self._stored(self._registers.read(self._key(prefix), limit))
 
-        found = self._in_epoch(read, limit)
-        return {key: _stored(held) for key in asked if (held := found.get(self._key(key)))}
-
-    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
-        def scan() -> tuple[dict[str, Held], Held | None]:
-            return self._registers.read(self._key(prefix), limit), self._marked(limit)
-
-        found = self._in_epoch(scan, limit)
-        cut = len(self._key(""))
-        return {key[cut:]: _stored(held) for key, held in found.items()}
-
-    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+    def _replace_at(self, path: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         before, tries = seen.guard if seen is not None else None, 0
 
         def change(value: bytes | None) -> bytes | None:
@@ -173,7 +137,7 @@ class Client(StoreClient):
             tries += value == before
             return _after(value, data) if value == before else value
 
-        (held,) = self._change({key: change}, limit)
+        held = self._registers.change(self._key(path), change, limit)
         earlier, now = _split(held or b"")
         # Another client may have settled this value and replaced it before this one was told.
         known = {now[:_STAMP], *earlier}
@@ -183,22 +147,23 @@ class Client(StoreClient):
             raise NoMajorityError("others replaced the value too often to tell what became of it")
         return False
 
-    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        puts = {key: partial(_put, _PUT + data) for key, data in values.items()}
-        self._change(puts, limit, lambda value: value.startswith(_PUT))
+    def _put_at(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        for path, data in values.items():
+            put = partial(_put, _PUT + data)
+            self._registers.change(self._key(path), put, limit, lambda it: it.startswith(_PUT))
 
-    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
-        self._change(dict.fromkeys(keys, partial(_put, None)), limit)
+    def _delete_at(self, paths: Iterable[str], limit: Limit) -> None:
+        for path in paths:
+            self._registers.change(self._key(path), partial(_put, None), limit)
 
-    def _expire(self, seconds: float, limit: Limit) -> None:
-        self._in_epoch(lambda: (None, self._marked(limit)), limit)
-        mark = _Mark(self._epoch, seconds, secrets.token_bytes(4))
-        self._registers.change(self._mark, partial(_put, msgspec.msgpack.encode(mark)), limit)
+    def _age(self, epoch: Epoch, mark: Stored, limit: Limit) -> float:
+        # Members have no clock in common; each tells for how long it has held the mark.
+        return self._registers.read([self._key(MARK)], limit).get(self._key(MARK), Held()).age
 
-    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        held = self._registers.read([self._key(key)], limit).get(self._key(key), Held())
+    def _park_at(self, path: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        held = self._registers.read([self._key(path)], limit).get(self._key(path), Held())
         if held.value == (seen.guard if seen is not None else None):
-            self._registers.watch(self._key(key), held, limit)
+            self._registers.watch(self._key(path), held, limit)
         return None
 
     def _problem(self, error: Exception) -> Problem | None:
@@ -234,49 +199,13 @@ class Client(StoreClient):
     def _disconnect(self) -> None:
         self._registers.close()
 
-    # Epochs.
+    def _key(self, path: str) -> str:
+        return f"{self._namespace}!{path}"
 
-    @property
-    def _mark(self) -> str:
-        return f"{self._namespace}!"
-
-    def _key(self, key: str) -> str:
-        return f"{self._namespace}!{self._epoch}/{key}"
-
-    def _marked(self, limit: Limit) -> Held | None:
-        return self._registers.read([self._mark], limit).get(self._mark)
-
-    def _in_epoch(self, request: Callable[[], tuple[T, Held | None]], limit: Limit) -> T:
-        """The answer to a request that was made in the epoch of the mark, which it reads too."""
-        while True:
-            asked = self._epoch
-            answer, held = request()
-            mark = _mark_in(held)
-            if held is not None and mark.is_over(held.age):
-                fresh = msgspec.msgpack.encode(_Mark(secrets.token_hex(4)))
-                change = partial(_replaced, held.value, fresh)
-                if self._registers.change(self._mark, change, limit) == fresh:
-                    self._empty(mark.epoch, limit)
-            elif mark.epoch == asked:
-                return answer
-            else:
-                self._epoch = mark.epoch
-
-    def _change(
-        self,
-        changes: Mapping[str, Change],
-        limit: Limit,
-        is_put: Callable[[bytes], bool] | None = None,
-    ) -> list[bytes | None]:
-        """Change registers of this epoch, in order; returns what they hold then."""
-        self._in_epoch(lambda: (None, self._marked(limit)), limit)
-        keys = {self._key(key): change for key, change in changes.items()}
-        return [self._registers.change(key, it, limit, is_put) for key, it in keys.items()]
-
-    def _empty(self, epoch: str, limit: Limit) -> None:
-        """Delete the keys of an epoch that is over; nobody else would."""
-        for key in self._registers.read(f"{self._namespace}!{epoch}/", limit):
-            self._registers.change(key, partial(_put, None), limit)
+    def _stored(self, found: Mapping[str, Held]) -> dict[str, Stored]:
+        start = len(self._key(""))
+        values = {key[start:]: held.value or b"" for key, held in found.items()}
+        return {path: Stored.parse(_split(value)[1], value) for path, value in values.items()}
 
 
 def _after(value: bytes | None, data: bytes) -> bytes:
@@ -293,20 +222,3 @@ def _split(value: bytes) -> tuple[list[bytes], bytes]:
 
 def _put(data: bytes | None, _: bytes | None) -> bytes | None:
     return data
-
-
-def _replaced(old: bytes | None, new: bytes, value: bytes | None) -> bytes | None:
-    return new if value == old else value
-
-
-def _mark_in(held: Held | None) -> _Mark:
-    if held is not None and held.value is not None:
-        # What is not ours counts as absent, as everywhere.
-        with contextlib.suppress(msgspec.MsgspecError):
-            return msgspec.msgpack.decode(held.value, type=_Mark)
-    return _Mark()
-
-
-def _stored(held: Held) -> Stored:
-    assert held.value is not None
-    return Stored.parse(_split(held.value)[1], held.value)
