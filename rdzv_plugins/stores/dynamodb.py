@@ -1,24 +1,14 @@
 """Amazon DynamoDB, and DynamoDB Local.
 
-One table holds all runs: the partition key ``pk`` is ``<prefix>/<run id>``, the sort key ``sk``
-is the key. An integer is stored as a number, so `Client.add` is one write for any number of adders.
-
-DynamoDB cannot push. `Client.wait` polls: it sleeps a fifth of the time that it has waited so far,
-bounded by ``poll_interval_min`` and ``poll_interval_max``, less up to half of it as jitter. A read
-costs one unit per 4 KB, so the versions of larger values are also in a local secondary index, and a
-waiter reads the index: one unit per poll for a value of any size. The index is sparse: a heartbeat
-costs one write unit, a large value two more than its size in KB. (A companion item in a transaction
-would double the cost of each write; a filter expression would save no read unit.) A thousand parked
-nodes read some 760 units per second, 2.7 million per hour.
+One table holds all runs: the partition key ``pk`` is ``<prefix>/<run id>``, the sort key ``sk`` is
+the key. A waiter polls, for DynamoDB cannot push: a poll costs one read unit for a value of any
+size, so a thousand waiting nodes cost 2.7 million units an hour. A heartbeat costs one write unit.
 
 Limits: linearizable (strongly consistent reads of one region; on a global table all nodes must
-name the same region, because replication is asynchronous). Values up to 400,000 bytes.
-DynamoDB allows 1,000 writes per second to a partition: about 5,000 nodes with a heartbeat every 5
-seconds, more with a longer ``keep_alive_interval``.
-`Client.put_many` is atomic from 3 to 100 keys; two are put one after the other. Highly available as
-a service; there is no server version to choose. The clock is the server's, from its answers.
-Expired items read as absent at once, and DynamoDB deletes them within days. Each item stores its
-deadline and when that was set; a client gives an item the last deadline that it has set or read.
+name the same region). Values up to 400,000 bytes. 1,000 writes per second to a run: about 5,000
+nodes with a heartbeat every 5 s, more with a longer ``keep_alive_interval``. `Client.put_many` is
+atomic from 3 to 100 keys. Items that have expired read as absent at once; DynamoDB deletes them
+within days.
 The role needs ``dynamodb:GetItem, PutItem, UpdateItem, Query, BatchGetItem, BatchWriteItem,
 PartiQLUpdate`` on the table and its index, and with create_table=true
 ``CreateTable, UpdateTimeToLive``.

@@ -1,32 +1,15 @@
 """etcd 3.4 and later, through its JSON gateway, as the backend ``etcd-v3``.
 
-torch's own backends ``etcd`` and ``etcd-v2`` speak the v2 API, which etcd 3.6 has removed (pytorch
-#158326, #170707). To move a job, replace ``--rdzv-backend=etcd`` by ``--rdzv-backend=etcd-v3`` and
-leave the endpoint as it is.
+torch's own backends ``etcd`` and ``etcd-v2`` speak the v2 API, which etcd 3.6 has removed. To move
+a job, write ``--rdzv-backend=etcd-v3`` and leave the endpoint as it is. A key of a run is
+``<prefix>/<run id>/<epoch>/<key>`` (`kv/epochs.py`); a lease that no key has tells the age of an
+epoch. A run that has expired is deleted by a later run under the prefix.
 
-No client package is needed: this module sends the requests itself, because no client of the v3 API
-on PyPI has authentication, several endpoints and a watch that can be ended.
-
-A stored value begins with a stamp, eight random bytes that are new with each write. The stamp is
-the version; a transaction compares it as a range of values. So a version never repeats, even if
-etcd loses its data and counts its revisions from 1 again, and a client recognizes its own write
-after a lost answer. A refused transaction reads the current value in the same request.
-`Client.wait` watches from the revision after its read: it misses no change in between, and depends
-on no revision that a compaction removes.
-
-Limits: linearizable. Values up to 1 MiB (etcd's ``--max-request-bytes`` is 1.5 MiB).
-`Client.put_many` is atomic up to 128 keys and 1 MiB.
-`Client.add` is a compare-and-set: with 256 nodes adding to one counter at once it took seconds.
-`Client.expire` uses a lease, at least two seconds with etcd's default timing, and longer if the
-leader changes. A mark key at the run's own path has the lease. A new key gets the mark's lease in a
-transaction that compares it, and a later put leaves a key its lease, so that all keys of a run
-expire together. (A call that fails may leave a run of more than 126 keys with two deadlines, until
-the next call.) Three members survive the loss of one, five the loss of two; name all members in the
-endpoint.
-The gateway must be enabled (``--enable-grpc-gateway``). It takes no user name from a client
-certificate: with authentication enabled, set user and password too, and use a certificate without
-a common name (CN), because the gateway refuses all others. The user's role needs readwrite on the
-key prefix ``<prefix>/``.
+Limits: linearizable. Values up to 1 MiB (``--max-request-bytes`` is 1.5 MiB). `Client.put_many` is
+atomic up to 128 keys and 1 MiB. Highly available with three or five members; name all of them.
+The gateway must be on (``--enable-grpc-gateway``, the default). It takes no user name from a client
+certificate: with authentication on, set user and password, and use a certificate without a common
+name. The user's role needs readwrite on the key prefix ``<prefix>/``.
 """
 
 from __future__ import annotations

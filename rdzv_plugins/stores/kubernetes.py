@@ -1,30 +1,12 @@
 """The Kubernetes API, 1.20 and later: a run's keys are ConfigMaps of one namespace.
 
-In a pod the endpoint is empty: the address, the certificate authority, the namespace and the token,
-which Kubernetes renews, are those of the pod's service account. Elsewhere an empty endpoint means
-the kubeconfig, which the package ``kubernetes`` reads; nothing else needs it. The module sends the
-requests itself, because that package's watches can neither be woken nor ended at a deadline.
+In a pod the endpoint is empty: address, namespace and token are those of the pod's service account.
+Elsewhere an empty endpoint means the kubeconfig, which the package ``kubernetes`` reads. To list
+the ConfigMaps: ``kubectl get configmaps -l rdzv-plugins/run=<run id>``. In a pod that has a
+controller, such as a Job, they belong to it (option ``owner``), and are deleted with it.
+A node whose round runs makes some 36 requests a minute with the default `keep_alive_interval`.
 
-A key of a run is a ConfigMap ``rdzv-<hash of prefix and run>-<hash of the key>``, with labels for
-people: ``kubectl get configmaps -l rdzv-plugins/run=<run id>``. A compare-and-set is an update with
-the resourceVersion and uid that were read. A waiter keeps its watch of the key from one wait to the
-next. ConfigMaps, not Leases: the API server finds the watches of a ConfigMap by its name, and
-compares a Lease with every watch of a Lease there is; and a Lease has no room for a value.
-
-`Client.expire` writes a mark, the ConfigMap ``rdzv-<hash of prefix and run>``, with the time from
-which the run reads as empty, on the API server's clock, which is in the Date of each answer. A
-client reads the mark again once what it knows of it is ten seconds old, so an expiry takes twelve
-seconds or more. Whoever finds that the time has come replaces the mark; from then on, what is older
-than the mark's new version reads as absent, and is deleted. The next `Client.expire` under the
-prefix does so for other runs. In a pod that has a controller, such as a Job, the ConfigMaps of a
-run belong to it (option ``owner``), and Kubernetes deletes them with it.
-
-A node whose round runs makes some 36 requests a minute with the default `keep_alive_interval`: in
-each interval an update of its record and a read of its leader's, every other one a read of the
-mark, and every 30 s a watch begins anew.
-
-Limits: linearizable. Values up to 1,000,000 bytes. `Client.put_many` writes one key after the
-other; it is not atomic. Highly available as the cluster's API server and etcd are. For a list, the
+Limits: linearizable. Values up to 1,000,000 bytes. No expiry takes less than 12 s. For a list the
 API server reads all ConfigMaps of the namespace: give jobs one without thousands of others.
 The user needs the verbs get, list, watch, create, update and delete on ConfigMaps in the namespace;
 for ``owner=auto`` also get on pods, and on the controllers of a Job.

@@ -1,30 +1,15 @@
 """NATS JetStream 2.10 and later: a key-value bucket.
 
-nats-py speaks asyncio: one loop, in one thread, serves all clients of a process, which adds 0.1 ms
-to a request. Its own reconnecting would send what is buffered long after a request was given up, so
-this client dials anew instead, with the secrets as they are then.
+A key of a run is the subject ``$KV.<bucket>.<prefix>.<run id>./<epoch>.<key>`` (`kv/epochs.py`).
+The bucket republishes what it stores, which wakes the waiters.
 
-A key of a run is the subject ``$KV.<bucket>.<prefix>.<run id>./<epoch>.<key>``, percent-encoded
-with "=". A compare-and-set expects the sequence number of the subject's last message. The bucket
-republishes each message once it is stored, and a waiter subscribes to that.
-
-`Client.expire` writes a mark, ``$KV.<bucket>.<prefix>.<run id>``: the run's present epoch, and from
-when on the run reads as empty, on the server's clock. Each request looks at the mark too. Whoever
-finds that the time has come begins another epoch and deletes the keys of the last one; the next
-`Client.expire` under the prefix does so for other runs.
-
-Limits: linearizable (the stream's leader answers each read), but for a leader that was suspended or
-cut off: until it hears of its successor, 10 s at most, it answers with what it knows, and takes no
-write. Values up to 1,000,000 bytes; a server with a lower ``max_payload`` refuses large ones.
+Limits: linearizable, but for a leader that was suspended or cut off, which may read old values for
+up to 10 s, and takes no write. Values up to 1,000,000 bytes, with a ``max_payload`` above that.
 Highly available with three or five servers and three replicas, while a majority runs.
-`Client.put_many` sends its keys together; it is not atomic.
-The user needs to publish to ``$KV.<bucket>.<prefix>.>`` and, of JetStream's API, to
-``$JS.API.STREAM.INFO.KV_<bucket>``, ``$JS.API.STREAM.MSG.GET.KV_<bucket>`` and
-``$JS.API.STREAM.PURGE.KV_<bucket>``, with create_bucket=true also to
-``$JS.API.STREAM.CREATE.KV_<bucket>``, and to subscribe to ``_INBOX.>`` and
-``$RKV.<bucket>.<prefix>.>``. Only writes are kept to the prefix: the names of the API have the
-bucket alone, and whoever subscribes to ``_INBOX.>`` hears what others of the account are answered.
-Users who are not to read each other's keys need an account each.
+The user needs to publish to ``$KV.<bucket>.<prefix>.>`` and to ``$JS.API.STREAM.INFO``, ``MSG.GET``
+and ``PURGE`` of ``KV_<bucket>``, with create_bucket=true also to ``$JS.API.STREAM.CREATE``, and to
+subscribe to ``_INBOX.>`` and ``$RKV.<bucket>.<prefix>.>``. Only writes are kept to the prefix:
+users who are not to read each other's keys need an account each.
 """
 
 from __future__ import annotations

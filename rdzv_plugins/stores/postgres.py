@@ -1,28 +1,14 @@
 """PostgreSQL 12 and later.
 
-One table holds every run, a row for each key with the time, on the server's clock, at which it was
-written::
+One table holds every run, a row for each key; one with an empty key has the run's deadline::
 
     CREATE TABLE rdzv (run bytea, key bytea, data bytea NOT NULL, time timestamptz NOT NULL,
                        PRIMARY KEY (run, key))
 
-`Client.expire` writes a row with an empty key, whose time is the run's deadline. After the deadline
-rows written before it read as absent; the next `Client.expire` of any run deletes them. Each write
-is one statement; a compare-and-set compares the eight random bytes with which a value begins.
-
-A waiter listens on a channel of its key. ``NOTIFY`` wakes every listening session of the database,
-and transactions that notify commit one after the other, so a write notifies only if a waiter for
-its key exists: a waiter holds a shared advisory lock on the key's hash, and a writer notifies if it
-cannot get the exclusive lock.
-
-Limits: linearizable on one primary. The client uses the first of several hosts that accepts writes
-(``target_session_attrs=read-write``). Replication is asynchronous unless
-``synchronous_standby_names`` is set, so a promoted standby may lack the last writes; the round
-protocol survives that, as it survives a restart without data. Values up to 64 MiB, so connections
-limit the number of nodes, not sizes: a node holds two connections, each a process of the server,
-which accepts 100 by default (``max_connections``), and two more while it reads or writes the
-history. PgBouncer must be in session mode, which the client finds out at its start.
-`Client.put_many` is atomic up to 100 keys and 1 MiB.
+Limits: linearizable on one primary; the client uses the first of several hosts that accepts writes.
+A promoted standby may lack the last writes, which the round protocol survives. Values up to 64 MiB.
+A node holds two connections of ``max_connections`` (100 by default), and two more for its history.
+PgBouncer must be in session mode. `Client.put_many` is atomic up to 100 keys and 1 MiB.
 The user needs ``CONNECT`` on the database, ``USAGE`` on the schema and ``SELECT, INSERT, UPDATE,
 DELETE`` on the table; to create the table (create_table=true), also ``CREATE`` on the schema.
 """
@@ -93,6 +79,9 @@ _TABLE = """CREATE TABLE {table} (run bytea, key bytea, data bytea NOT NULL,
 _EXPIRED = """coalesce((SELECT e.time FROM {table} AS e WHERE e.run = %(run)b AND e.key = ''
  AND e.time <= clock_timestamp()), '-infinity')"""
 
+# NOTIFY wakes every listening session of the database, and such transactions commit one by one. A
+# waiter holds a shared advisory lock on its key's hash, and a write notifies only if it cannot have
+# the exclusive one.
 _HASH = "encode(sha256(r.run || r.key), 'hex')"
 _TELL = f"""CASE WHEN pg_try_advisory_xact_lock(('x' || left({_HASH}, 16))::bit(64)::bigint)
  THEN NULL ELSE pg_notify('rdzv_' || left({_HASH}, 32), '') END"""

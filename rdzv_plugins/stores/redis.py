@@ -1,10 +1,7 @@
 """Redis 6 and later, and Valkey.
 
-A run is one hash, ``{<prefix>/<run id>}``, which only Lua scripts change: each write takes the next
-number of the run's counter. A write to a key with a waiter also goes to a stream of one entry,
-under the same number, so that ``XREAD BLOCK`` resumes exactly where a read ended. A wait that ends
-for a heartbeat leaves its ``XREAD`` there, and the next wait goes on with it. The braces are a hash
-tag: a Cluster keeps all keys of a run in one slot.
+A run is one hash, ``{<prefix>/<run id>}``, which only Lua scripts change. A write to a key with a
+waiter also goes to a stream of one entry, which wakes the waiter.
 
 Limits: linearizable on one primary. Replication is asynchronous, so a fail-over (Sentinel, Cluster)
 may lose the last writes; the round protocol survives that, as it survives a restart without data.

@@ -1,33 +1,14 @@
 """Amazon S3, and stores that speak its protocol with conditional writes: a key is an object.
 
-The endpoint is ``s3://bucket/folder``. Credentials come from AWS's usual sources: environment,
-profile, SSO, container, instance. boto3 renews them, and files that change are read again. `url`
-names another store than AWS's.
+The endpoint is ``s3://bucket/folder``; `url` names another store than AWS's. Credentials come from
+AWS's usual sources. The first client of a process has two writers meet, and refuses a store that
+lets both win. A waiter polls, for a bucket cannot push. A later run under the prefix removes runs
+that have expired; a lifecycle rule takes the rest.
 
-A compare-and-set is a PUT with If-Match or If-None-Match. S3's ETag is a digest of the bytes; the
-stamp that precedes each value makes two writes of the same bytes differ. The first client of a
-process has two writers at once replace an object that is absent, create it, and replace it: where
-both win, or one of the first, the store does not heed the condition, and nobody may use it. A list
-fetches what has changed since the last one, by its ETag.
-
-A bucket cannot push. `Client.wait` polls: it sleeps a fifth of the time that it has waited so far,
-bounded by ``poll_interval_min`` and ``poll_interval_max``, less up to half of it as jitter.
-
-`Client.expire` writes an object ``deadline``, with the seconds after which the run reads as empty.
-They count from when the store says that it was written. What time it is there, a process knows by
-the object with which it began: no host's wall clock counts, and one that is 5 s off is told of. A
-client reads the deadline again once what it knows of it is a second old; one that polls a key which
-stays as it was, once it is ten seconds old. Whoever finds that the time has come has the run begin
-anew in another folder, and deletes the old one. The next `Client.expire` under the prefix removes
-some runs that have expired; a lifecycle rule of the bucket takes what nobody sweeps, after more
-days than your longest run has.
-
-Limits: linearizable, as S3 is. Values up to 4 MiB. `Client.put_many` writes one key after the
-other; it is not atomic. Highly available as a service. S3 takes 3,500 writes and 5,500 reads a
-second under a prefix. obstore's threads survive no fork: a process that is forked from one that has
-asked a bucket is refused, in a line. Workers of torchrun are not; a DataLoader's are, and seldom
-open a store. Over https the certificate of the url's host is verified; ``$SSL_CERT_FILE`` names the
-PEM file of an authority that this host does not know.
+Limits: linearizable, as S3 is. Values up to 4 MiB. S3 takes 3,500 writes and 5,500 reads a second
+under a prefix. A process that is forked from one that has asked a bucket is refused: torchrun's
+workers are not, a DataLoader's are, and seldom open a store. ``$SSL_CERT_FILE`` names the PEM file
+of an authority that this host does not know.
 The user needs ``s3:GetObject, PutObject, DeleteObject`` on the objects and ``s3:ListBucket`` on the
 bucket.
 """

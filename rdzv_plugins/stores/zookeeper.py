@@ -1,24 +1,17 @@
 """Apache ZooKeeper 3.6 and later.
 
-A run is one znode, ``/<prefix>/<run id>``; its children ``=<key>`` are its keys, percent-encoded.
-The run's znode holds a random name, new each time the run is created; its child ``#<name>`` is the
-guard. The version of a key's znode begins at 0 again after a delete, so every delete increments the
-guard's version, and a compare-and-set compares both: it fails if a znode was deleted and created
-again since the read.
+A run is one znode, ``/<prefix>/<run id>``; its children ``=<key>`` are its keys. The next client
+that writes to a run that has expired removes it, and so does a later run under the prefix.
 
-ZooKeeper has no time to live. `Client.expire` writes the run's lifetime in milliseconds after its
-name, and the age comes from the server's own modification times. An expired run reads as empty; the
-next client that writes to it removes it, and so does a later `Client.expire` under the prefix.
-
-Limits: linearizable (a sync precedes each read). Values up to 1,046,528 bytes;
-servers with a lower ``jute.maxbuffer`` than the default close
-the connection instead. A server accepts ``maxClientCnxns`` connections per address (60 if it is not
-set); a node needs one. Highly available with three servers or more, while a majority runs.
-`Client.put_many` is atomic up to 500 keys and 500,000 bytes. With a user, only this user has access
-to the run's znodes (``CREATOR_ALL``; a client certificate also counts as a user, so clients with
-the same certificate have access too). The znodes of the prefix are open to all; to restrict them,
-create them beforehand. There the user needs ``cdr``: create, delete and read; on those above none.
-The list of runs belongs to the user that made it, so each user needs a prefix of its own.
+Limits: linearizable (a sync precedes each read). Values up to 1,046,528 bytes; a server with a
+``jute.maxbuffer`` below the default closes the connection instead. A server accepts
+``maxClientCnxns`` connections per address (60 if it is not set); a node needs one. Highly available
+with three servers or more, while a majority runs. `Client.put_many` is atomic up to 500 keys and
+500,000 bytes.
+With a user, only this user has access to the run's znodes (``CREATOR_ALL``; a client certificate
+also counts as a user), and each user needs a prefix of its own. The znodes of the prefix are open
+to all; to restrict them, create them beforehand: there the user needs ``cdr`` (create, delete,
+read), and on those above nothing.
 """
 
 from __future__ import annotations
@@ -138,7 +131,9 @@ class Options(ServerOptions):
 class _Run(NamedTuple):
     """The run's znode as it was read."""
 
-    guard: str  # Its path.
+    # The path of a child. A znode's version begins at 0 again after a delete, so each delete
+    # increments the guard's version, and a compare-and-set compares both.
+    guard: str
     deletes: int  # The guard's version; 0 if it was not read.
     expired: bool  # Everything in the run counts as absent.
     is_this: Any  # The check that it is still this one.

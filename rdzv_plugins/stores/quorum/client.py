@@ -1,24 +1,14 @@
 """No server: the agents of one, three or five hosts run the members of the store themselves.
 
 The endpoint names the hosts of the members, alike on all nodes. The agent on such a host runs a
-member as a thread (`stores._quorum`), which keeps what the run needs in its memory. A majority of
-the members is enough for each request, and none of them leads: a member that is dead, stopped or
-cut off delays nobody (`rdzv_plugins.register`).
+member as a thread, which keeps what the run needs in its memory. A majority of the members is
+enough for each request, and none leads. Once a majority has ended, what trains trains on, and
+restarts wait until a majority is back; that one may lack the last writes. Each run has members of
+its own: its id decides on which of the ports they listen. A member listens at its host's address
+in the endpoint; where that name is at loopback, as Debian sets it up, at ``--local-addr``, or the
+one that ``interface`` or ``network`` selects, or from which the host reaches the other members.
 
-Each run has members of its own: its id is the cluster's name, which decides on which of the ports
-they listen. A host on which another program has that port takes the next one, which clients try
-too.
-
-Once a majority of the members has ended, what trains trains on, and restarts wait until a majority
-is back. That goes on from what its members remember; the last writes may be missing.
-
-A member listens at its host's address in the endpoint. A host whose own name is at loopback, as
-Debian sets it up, does not know that address: its member listens at the one given as
-``--local-addr``, ``interface`` or ``network``, or from which the host reaches the other members.
-
-Keys: ``<prefix>/<run>!<epoch>/<key>``; ``<prefix>/<run>!!`` is the run's mark (`kv/epochs.py`).
-
-Limits: values of up to 1 MiB, 32 MiB in a member. Nothing is encrypted; with a secret, members and
+Limits: values up to 1 MiB, 32 MiB in a member. Nothing is encrypted; with a secret, members and
 clients prove to each other that they know it.
 """
 
