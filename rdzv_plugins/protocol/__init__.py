@@ -88,15 +88,23 @@ Words:
 - *roster*: the participants of a large round, in *shards* beside the document.
 - *tombstone*: what tells, after the keys of a run have expired, that the run was closed.
 
-Where a rule is: `decide` has the tables by which every node decides, and the node that leads, as
-pure functions of a `rules.View`. `situation` derives from a view who lives, is awaited, ready or
-gone, and how large a round would be; `rounds` makes one round document of another; `sizes` says
-how many nodes it may have. `policies` has a file for each policy. `observer` keeps what a node has
-read and since when, `failure_detector` judges by it who is alive, `record_cache` holds the records
-of all nodes, `roster` keeps those of a large round in shards, `cleanup` ends a run and tidies up,
-`contact` tells when a node that is not heard stops its workers, `parting` has a node that gives up
-leave a run that others can go on with, and close any other, `network_check` finds out what a node
-reaches, `words` says in sentences what a run does and waits for, `states` in a word what a node
-does, `wall_clock` shows people the times that hosts wrote, `documents` is what stands in the store.
+Where a rule is: `decide` has the tables by which every node decides, and the leader, as pure
+functions of a `rules.View`. `situation` derives from a view who lives, is awaited, ready or gone,
+and how large a round would be; `rounds` makes one round document of another; `sizes` says how many
+nodes it may have. `policies` has a file for each policy. `accusations` loses nodes whose processes
+have ended. `documents` is what stands in the store, `roster` the participants of a large round.
+
+Where a node's state is: `node` reads, decides and acts, turn by turn. `observer` keeps what the
+node has read and since when; `failure_detector` judges by it who is alive, and `record_cache` holds
+the records of all nodes. `heartbeat` writes the node's own record. `join` has what its agent asks
+for, `lead` what a leader does beside its decisions, `master` how rank 0 opens its TCPStore,
+`neighbours` the links and what they tell, `network_check` what the node reaches, and `contact` when
+a node that is not heard stops its workers.
+
+Besides: `cleanup` ends a run and tidies up. `parting` has a node that gives up leave a run that
+others can go on with, and close any other. `orders` are people's. `words` says in sentences what a
+run does and waits for, `states` in a word what a node does, and `wall_clock` shows people the times
+that hosts wrote.
+
 docs/design.md has the rules by their names, and why they are so.
 """
