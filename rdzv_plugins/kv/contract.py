@@ -38,10 +38,10 @@ __all__ = [
     "Entry",
     "KeyValueClient",
     "LateCredentialsError",
+    "MembersUp",
     "RendezvousConnectionError",
     "RendezvousError",
     "RendezvousStateError",
-    "Standing",
     "Version",
     "parse_counter",
 ]
@@ -117,7 +117,7 @@ class Capabilities:
     atomic: range = range(1, 2)
 
 
-class Standing(msgspec.Struct, frozen=True):
+class MembersUp(msgspec.Struct, frozen=True):
     """How many members of a store are up, of how many; a majority is needed for each request."""
 
     up: int
@@ -279,7 +279,7 @@ class KeyValueClient(ABC):
         """
         return ()
 
-    def standing(self) -> Standing | None:
+    def members_up(self) -> MembersUp | None:
         """How the members of a store stand that the nodes of a run keep up; None: it has none.
 
         Raises `RendezvousConnectionError`.

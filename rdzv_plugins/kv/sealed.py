@@ -25,9 +25,9 @@ from dataclasses import replace
 from rdzv_plugins.kv.contract import (
     Entry,
     KeyValueClient,
+    MembersUp,
     RendezvousConnectionError,
     RendezvousStateError,
-    Standing,
     Version,
     parse_counter,
 )
@@ -311,8 +311,8 @@ class SealedClient(KeyValueClient):
     def inspect(self) -> Iterable[Finding]:
         return self.client.inspect()
 
-    def standing(self) -> Standing | None:
-        return self.client.standing()
+    def members_up(self) -> MembersUp | None:
+        return self.client.members_up()
 
     def why_absent(self, prefix: str) -> str:
         entries = self.client.list(prefix)

@@ -177,8 +177,8 @@ def _now(
     yield "rdzv_last_heartbeat_timestamp_seconds", [], newest or _UNKNOWN
     yield "rdzv_phase_began_timestamp_seconds", [], document.since or _UNKNOWN
     yield "rdzv_last_call_ends_timestamp_seconds", [], inspection.last_call_until or _UNKNOWN
-    if inspection.standing is not None:
-        yield "rdzv_store_members_up", [], inspection.standing.up
+    if inspection.members_up is not None:
+        yield "rdzv_store_members_up", [], inspection.members_up.up
     clocks = {it.address: it.clock for it in nodes if it.address and it.clock is not None}
     for host, seconds in clocks.items():
         yield "rdzv_clock_difference_seconds", [host], seconds

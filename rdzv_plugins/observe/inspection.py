@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousStateError, Standing, Version
+from rdzv_plugins.kv import Entry, KeyValueClient, MembersUp, RendezvousStateError, Version
 from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.observe.history import Archive, Listed, Row
 from rdzv_plugins.protocol.documents import (
@@ -133,7 +133,7 @@ class Inspection:
         records: of all nodes, by id.
         last: of a run whose keys are gone: what was noted last; None: nothing is known.
         is_torchs: the run has handler=torch, whose state cannot be shown.
-        standing: of the store's members; None: it has none.
+        members_up: of the store; None: it has no members.
     """
 
     def __init__(self, client: KeyValueClient, archive: Archive, run_id: str) -> None:
@@ -145,7 +145,7 @@ class Inspection:
         self.version: Version | None = None
         self.last: Row | Listed | None = None
         self.is_torchs = False
-        self.standing: Standing | None = None
+        self.members_up: MembersUp | None = None
         self._beats = FailureDetector()
         self._cache = RecordCache(sealed=client.sealed)
         self._asked_archive = False
@@ -167,7 +167,7 @@ class Inspection:
         self.records = self._cache.decode(self.client.list(NODES_PREFIX))
         if self.document is not None and not self.document.is_whole:
             self.document = self._with_all_nodes(self.document)
-        self.standing = self.client.standing()
+        self.members_up = self.client.members_up()
         now = time.monotonic()
         for node, record in self.records.items():
             self._beats.observe(node, record.beat, asked, now)
@@ -205,8 +205,8 @@ class Inspection:
     @property
     def away(self) -> str:
         """How many of the store's members are up, if some are away; else empty."""
-        whole = self.standing is None or self.standing.up == self.standing.size
-        return "" if whole else str(self.standing)
+        whole = self.members_up is None or self.members_up.up == self.members_up.size
+        return "" if whole else str(self.members_up)
 
     @property
     def clocks(self) -> str:

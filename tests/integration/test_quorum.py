@@ -734,7 +734,7 @@ def test_who_falls_silent_after_its_promise_is_passed_over(
         return sent
 
     with contextlib.closing(served.open(run_id, request_timeout=30)) as client:
-        assert until(lambda: str(client.standing()).startswith("3 of 3"), 15)
+        assert until(lambda: str(client.members_up()).startswith("3 of 3"), 15)
         monkeypatch.setattr(registers, "_ATTEMPT_SECONDS", (20.0, 20.0))
         monkeypatch.setattr(Changing, "hear", stops)
         began = time.monotonic()

@@ -20,8 +20,8 @@ from rdzv_plugins.kv.contract import (
     AccessDeniedError,
     Attendance,
     KeyValueClient,
+    MembersUp,
     RendezvousConnectionError,
-    Standing,
 )
 from rdzv_plugins.kv.sealed import SealedClient
 from rdzv_plugins.peers.addresses import (
@@ -235,7 +235,7 @@ class Attending(Attendance):
         if self._up_looks * _LOOK_SECONDS > _BRIEF_SECONDS:
             self._up_told, size = len(up), len(self._members.hosts)
             away = [name for it, (name, _) in enumerate(self._members.hosts) if it not in up]
-            told = Standing(len(up), size)
+            told = MembersUp(len(up), size)
             if away:
                 log.warning("run '%s': %s; away: %s", self._run, told, ", ".join(away))
             else:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, Stored, segments
-from rdzv_plugins.kv.contract import Attendance, Capabilities, Standing
+from rdzv_plugins.kv.contract import Attendance, Capabilities, MembersUp
 from rdzv_plugins.kv.epochs import MARK, Epoch, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.register.messages import Held
@@ -32,7 +32,7 @@ from rdzv_plugins.stores.quorum.wire import OtherClusterError, SecretError
 
 __all__ = ["Client"]
 
-# How long `standing` waits for members that are silent.
+# How long `members_up` waits for members that are silent.
 _PATIENCE = 0.3
 
 # A value replaced by `_replace` is known for so many replacements more, by the bytes of its stamp.
@@ -96,20 +96,20 @@ class Client(EpochClient):
         self._call(partial(self._present, fresh=True))
 
     def inspect(self) -> Iterable[Finding]:
-        standing = self.standing()
+        found = self.members_up()
         mark, advice = Mark.OK, ""
-        if standing.up < standing.size:
+        if found.up < found.size:
             mark, advice = Mark.WARNING, "start the agents of the other hosts"
-        values = {"members": standing.size, "up": standing.up}
-        yield Finding(mark, "members", str(standing), advice, values)
+        values = {"members": found.size, "up": found.up}
+        yield Finding(mark, "members", str(found), advice, values)
         plain = "plain, not encrypted: members and clients have no TLS"
         yield Finding(Mark.OK, "TLS", plain, values={"encrypted": False})
 
-    def standing(self) -> Standing:
+    def members_up(self) -> MembersUp:
         # It learns in which generation most members take part.
         self._call(partial(self._present, fresh=True))
         up = self._call(lambda limit: self._registers.up(limit.within(_PATIENCE)))
-        return Standing(up, len(self._members.hosts))
+        return MembersUp(up, len(self._members.hosts))
 
     # The hooks.
 
