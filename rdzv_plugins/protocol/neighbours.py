@@ -20,6 +20,10 @@ from rdzv_plugins.protocol.rules import Rules
 
 __all__ = ["Neighbours"]
 
+# While a round begins, other nodes wait for the store and agents start workers. A process that dies
+# before it has links costs the others its lease.
+_AFTER_START_SECONDS = 0.1
+
 # As many accusations stand in a document; a node makes no more.
 _MOST_ACCUSED = 64
 
@@ -149,12 +153,13 @@ class Neighbours:
         accuses = self._heartbeat.record.accuses
         named = tuple(it for it in accuses if it[0] in document.ranks)
         self._heartbeat.amend(accuses=named)
+        self.owe_links(_AFTER_START_SECONDS)
         self._hear_others()
 
     def owe_links(self, seconds: float = 0.0) -> None:
-        """Have the links made anew after so many seconds."""
+        """Have the links made anew, after so many seconds at the latest."""
         if self._rules.answer is not None:
-            self._due_at = self._clock() + seconds
+            self._due_at = min(self._due_at, self._clock() + seconds)
 
     @property
     def seconds_left(self) -> float:

@@ -70,8 +70,8 @@ from rdzv_plugins.protocol.wall_clock import shown
 
 __all__ = ["Node"]
 
-# A node has links so long after it has confirmed its rank. By then the round runs and its workers
-# start, as a rule; a round that does not run yet may wait for a node that has died meanwhile.
+# A node makes its links so long after it has confirmed its rank, if the round does not run by then:
+# it may wait for a node that has died meanwhile.
 _LINKS_SECONDS = 1.0
 
 # A node that waits for rank 0 to open its TCPStore looks at the document as often.

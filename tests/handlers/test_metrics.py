@@ -420,7 +420,7 @@ class TestTheClient:
     def test_it_is_the_client_in_all_else(self) -> None:
         _, client, inner = self.note()
         assert (client.name, client.capabilities) == (inner.name, inner.capabilities)
-        assert (client.members_up, client.on_retry) == (inner.standing, inner.on_retry)
+        assert (client.members_up, client.on_retry) == (inner.members_up, inner.on_retry)
 
     def test_retries_and_failures(self) -> None:
         noted, client, inner = self.note()
