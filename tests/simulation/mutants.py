@@ -2237,8 +2237,8 @@ def keeps_what_it_found(patch: Patch) -> None:
 @_mutant("who has confirmed its rank has links soon, though the round does not run", 525, _DIES)
 def links_once_it_runs(patch: Patch) -> None:
     def owe(original: Any, neighbours: Neighbours, seconds: float = 0.0) -> None:
-        if not seconds:
-            original(neighbours)
+        if seconds < 1.0:
+            original(neighbours, seconds)
 
     patch(Neighbours, "owe_links", owe)
 
