@@ -1,14 +1,13 @@
 """HashiCorp Consul 1.7 and later.
 
-A key of a run is stored as ``<prefix>/<run id>/=<key>!``, percent-encoded. The next client that
-reads or writes a run that has expired removes it, and so does a later run under the prefix. The
-agent's clock counts: where each host has an agent of its own, the clocks of the hosts must agree
-within a few seconds.
+A key of a run is stored as ``<prefix>/<run id>/=<epoch>/<key>!``, percent-encoded. A run that has
+expired is deleted by a later run under the prefix. The agent's clock counts: where each host has an
+agent of its own, the clocks of the hosts must agree within a few seconds.
 
 Limits: linearizable (consistent reads). Values up to 384,000 bytes. An agent accepts 200
 connections per address (``http_max_conns_per_client``) and a node holds three, so each host
 should use its own agent. Highly available with three or five servers, while a majority runs.
-`Client.put_many` is atomic up to 63 keys and 300,000 bytes.
+`Client.put_many` is atomic up to 64 keys and 300,000 bytes.
 The token needs ``key_prefix "<prefix>/" { policy = "write" }``.
 """
 
@@ -19,7 +18,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, inf
+from math import ceil
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote, unquote, urlencode
 
@@ -29,7 +28,6 @@ from consul import ConsulException
 from rdzv_plugins.kv.base import (
     Limit,
     Problem,
-    StoreClient,
     Stored,
     busy,
     find_problem,
@@ -39,6 +37,7 @@ from rdzv_plugins.kv.base import (
     version_of,
 )
 from rdzv_plugins.kv.contract import Capabilities
+from rdzv_plugins.kv.epochs import MARK, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
 from rdzv_plugins.settings.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.settings.options import ServerOptions, given_or_in_file, option
@@ -49,7 +48,7 @@ __all__ = ["Client", "Options"]
 
 _LARGEST_VALUE = 384_000
 
-# A parked query is renewed this often, to detect a server that lost its data.
+# A parked query is held for so long, in seconds. The next wait goes on with one that asks the same.
 _LONGEST_PARK = 10.0
 
 # The most expired runs that one `expire` removes.
@@ -104,7 +103,7 @@ class Options(ServerOptions):
     """admin partition (Consul Enterprise)"""
 
 
-class Client(StoreClient):
+class Client(EpochClient):
     """One run on Consul; requests reuse connections, and each parked waiter occupies one."""
 
     name = "consul"
@@ -117,11 +116,11 @@ class Client(StoreClient):
         batch=True,
         ttl=False,
         max_value_bytes=_LARGEST_VALUE,
-        atomic=range(1, 64),
+        atomic=range(1, 65),
     )
     heartbeat_ms = 2.2
-    # A transaction holds 64 operations, of which one reads the mark, and 512 KiB in base64.
-    batch = (63, 300_000)
+    # A transaction holds 64 operations, and 512 KiB in base64.
+    batch = (64, 300_000)
     least_version: ClassVar[tuple[int, ...]] = (1, 7)
 
     def __init__(
@@ -131,7 +130,8 @@ class Client(StoreClient):
         *prefix, run = segments(namespace, options.prefix)
         self._prefix = "/".join(prefix)
         self._grant = f'key_prefix "{self._prefix}/" {{ policy = "write" }}'
-        self._keys, self._mark = self._places(run)
+        self._marks = f"{self._prefix}/!expire/"
+        self._keys, self._mark = f"{self._prefix}/{run}/=", f"{self._marks}{run}!"
         scope = {"Namespace": options.namespace, "Partition": options.partition}
         self._scope = {name: value for name, value in scope.items() if value}
         self._transport = _Transport(endpoint, options, request_timeout)
@@ -145,53 +145,59 @@ class Client(StoreClient):
         # One more for the wait that a caller has given up: Consul answers it later.
         self._call(lambda limit: self._transport.hold(callers + 1, limit))
 
-    def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
-        return self._found([self._path(key) for key in keys], limit)
+    def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]:
+        return self._found([self._path(path) for path in paths], limit)
 
-    def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
+    def _scan_at(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         return self._found([self._keys + quote(prefix, safe="")], limit)
 
-    def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
+    def _replace_at(self, path: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         index = seen.guard if seen is not None else 0
-        return bool(self._within(limit).kv.put(self._path(key), data, cas=index))
+        return bool(self._within(limit).kv.put(self._path(path), data, cas=index))
 
-    def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
-        sets = [self._operation("set", self._path(key), data) for key, data in values.items()]
-        while self._living(sets, limit) is None:
-            # The write went into an expired run and was removed with it: repeat it.
-            pass
+    def _put_at(self, values: Mapping[str, bytes], limit: Limit) -> None:
+        sets = [self._operation("set", self._path(path), data) for path, data in values.items()]
+        self._commit(sets, limit)
 
-    def _delete(self, keys: Iterable[str], limit: Limit) -> None:
-        self._commit([self._operation("delete", self._path(key)) for key in keys], limit)
+    def _delete_at(self, paths: Iterable[str], limit: Limit) -> None:
+        self._commit([self._operation("delete", self._path(path)) for path in paths], limit)
 
-    def _expire(self, seconds: float, limit: Limit) -> None:
-        if seconds <= 0:
-            self._remove(self._keys, self._mark, None, limit)
-            return
-        while self._living([], limit) is None:
-            # Remove an expired run first: a later deadline would bring its keys back.
-            pass
-        now = self._transport.agents_time
-        end = str(round((now + seconds) * 1000)).encode()
-        self._commit([self._operation("set", self._mark, end)], limit)
-        _, marks = self._places("")
-        items = self._commit([self._operation("get-tree", marks[:-1])], limit)
-        past = [it for it in items if it.path != self._mark and _end(it.data) < now]
-        for item in past[:_SWEEP]:
-            keys, mark = self._places(item.path[len(marks) - 1 : -1])
-            self._remove(keys, mark, item.modified, limit)
+    def _empty(self, epoch: str, limit: Limit) -> bool:
+        tree = self._keys + quote(f"{epoch}/", safe="")
+        self._commit([self._operation("delete-tree", tree)], limit)
+        return True
 
-    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        path = self._path(key)
+    def _server_time(self) -> float:
+        return self._transport.agents_time
+
+    def _sweep(self, limit: Limit) -> None:
+        marks = self._commit([self._operation("get-tree", self._marks)], limit)
+        others = [it for it in marks if it.path != self._mark]
+        over = [it for it in others if self._has_ended(Stored.parse(it.data), limit)]
+        for mark in over[:_SWEEP]:
+            run = mark.path[len(self._marks) : -1]
+            gone = [
+                self._operation("check-index", mark.path, Index=mark.modified),
+                self._operation("delete-tree", f"{self._prefix}/{run}/="),
+                self._operation("delete", mark.path),
+            ]
+            try:
+                self._commit(gone, limit)
+            except RefusedError as error:
+                if error.status != 409:
+                    raise
+
+    def _park_at(self, path: str, seen: Stored | None, limit: Limit) -> Stored | None:
+        key = self._path(path)
         if seen is not None:
             index = seen.guard
         else:
             # Get the index to wait from; the next look reads a value that arrived meanwhile.
-            item, index = self._query(path, limit)
+            item, index = self._query(key, limit)
             if item is not None:
                 return None
         while True:
-            item, after = self._query(path, limit, index=index, held=_LONGEST_PARK)
+            item, after = self._query(key, limit, index=index, held=_LONGEST_PARK)
             found = Stored.parse(item.data) if item is not None else None
             if version_of(found) not in (None, version_of(seen)):
                 return found
@@ -242,13 +248,9 @@ class Client(StoreClient):
     def _disconnect(self) -> None:
         self._transport.close()
 
-    def _places(self, run: str) -> tuple[str, str]:
-        """The path that precedes a run's keys, and the path of its mark."""
-        return f"{self._prefix}/{run}/=", f"{self._prefix}/!expire/{run}!"
-
-    def _path(self, key: str) -> str:
+    def _path(self, path: str) -> str:
         # A transaction fails if it gets an absent key, but not of an empty tree: "!" ends its name.
-        return f"{self._keys}{quote(key, safe='')}!"
+        return self._mark if path == MARK else f"{self._keys}{quote(path, safe='')}!"
 
     def _operation(self, verb: str, path: str, data: bytes = b"", **more: int) -> dict[str, Any]:
         operation: dict[str, Any] = {"Verb": verb, "Key": path, **more, **self._scope}
@@ -257,34 +259,17 @@ class Client(StoreClient):
         return {"KV": operation}
 
     def _found(self, trees: Sequence[str], limit: Limit) -> dict[str, Stored]:
-        items = self._living([self._operation("get-tree", tree) for tree in trees], limit) or ()
-        read = ((unquote(it.path[len(self._keys) : -1]), it) for it in items)
-        # A path that this package would write otherwise is nobody's key.
+        items = self._commit([self._operation("get-tree", tree) for tree in trees], limit)
+        read = (
+            (MARK if it.path == self._mark else unquote(it.path[len(self._keys) : -1]), it)
+            for it in items
+        )
+        # A name that this package would write otherwise is no key's.
         return {
-            key: Stored.parse(it.data, it.modified)
-            for key, it in read
-            if self._path(key) == it.path
+            path: Stored.parse(it.data, it.modified)
+            for path, it in read
+            if self._path(path) == it.path
         }
-
-    def _living(self, operations: Sequence[dict[str, Any]], limit: Limit) -> list[Item] | None:
-        """Execute the operations and read the mark; None: the run had expired and is removed."""
-        items = self._commit([self._operation("get-tree", self._mark), *operations], limit)
-        for item in items:
-            if item.path == self._mark and self._transport.agents_time >= _end(item.data):
-                self._remove(self._keys, self._mark, item.modified, limit)
-                return None
-        return [item for item in items if item.path != self._mark]
-
-    def _remove(self, keys: str, mark: str, index: int | None, limit: Limit) -> None:
-        """Delete a run and its mark if the mark's ModifyIndex is ``index`` (None: any)."""
-        operations = [self._operation("delete-tree", keys), self._operation("delete", mark)]
-        if index is not None:
-            operations.insert(0, self._operation("check-index", mark, Index=index))
-        try:
-            self._commit(operations, limit)
-        except RefusedError as error:
-            if error.status != 409:
-                raise
 
     def _commit(self, operations: Sequence[dict[str, Any]], limit: Limit) -> list[Item]:
         """Execute a transaction; returns the keys that it read and wrote."""
@@ -415,11 +400,6 @@ def _headers(target: Endpoint, options: Options) -> Mapping[str, str]:
     if token := token or password:
         headers["X-Consul-Token"] = token
     return headers
-
-
-def _end(data: bytes) -> float:
-    """The end of a run in its mark, in seconds since the epoch; infinite: the mark is not ours."""
-    return int(data) / 1000 if data.isdigit() and len(data) < 16 else inf
 
 
 def _line(text: str) -> str:

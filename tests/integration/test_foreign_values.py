@@ -80,7 +80,8 @@ def _key_in_postgres(client: Any, key: bytes, data: bytes) -> None:
 
 
 def _key_in_consul(client: Any, key: bytes, data: bytes) -> None:
-    path = client._keys + "".join(f"%{byte:02X}" for byte in key) + "!"
+    epoch = client._living(_limit()).epoch.name
+    path = f"{client._keys}{epoch}%2F" + "".join(f"%{byte:02X}" for byte in key) + "!"
     client._commit([client._operation("set", path, data)], _limit())
     # Nor is one without the sign at its end.
     client._commit([client._operation("set", client._keys + "cut", data)], _limit())
@@ -250,12 +251,13 @@ def _of_dynamodb(client: Any) -> list[Callable[[], object]]:
 @_beside("consul")
 def _of_consul(client: Any) -> list[Callable[[], object]]:
     mark, keys = client._mark, client._keys
-    places = {mark: b"x" * 40, f"{mark}x": b"1", f"{mark[:-1]}/y!": b"1", f"{keys}nodes%2fn1!": b""}
+    places = {f"{mark}x": b"1", f"{mark[:-1]}/y!": b"1", f"{keys}nodes%2fn1!": b""}
 
-    def put(path: str) -> None:
-        client._commit([client._operation("set", path, places[path])], _limit())
+    def put(path: str, data: bytes) -> None:
+        client._commit([client._operation("set", path, data)], _limit())
 
-    return [partial(put, path) for path in places]
+    marks = (partial(put, mark, data) for data in MARKS)
+    return [*marks, *(partial(put, path, data) for path, data in places.items())]
 
 
 @_beside("etcd-v3")
