@@ -35,7 +35,7 @@ __all__ = ["MARK", "Epoch", "EpochClient"]
 MARK = "!"
 """The path of the mark."""
 
-# By so much a deadline is further away than the mark is known.
+# A deadline lies at least this many times `EpochClient.mark_seconds` ahead.
 _MARGIN = 1.2
 # A waiter looks at the mark this often, in seconds, while its key stays as it was.
 _UNCHANGED_SECONDS = 10.0
