@@ -258,8 +258,8 @@ def watch(about: OneRun) -> None:
 def close(about: OneRun) -> None:
     """Close a run: the current round trains to its end, and no further round forms.
 
-    First it watches until a heartbeat comes, or one that was due has not come: up to 12 s. Of a
-    dead run it notes the end.
+    First it watches until a heartbeat comes, or one that was due has not come: up to 12 s. It
+    notes the end of a dead run.
     """
     from rdzv_plugins.observe.inspection import Condition
     from rdzv_plugins.process.driver import carry_out
@@ -358,7 +358,7 @@ def _clean_the_dead(access: Access, as_json: bool) -> None:
     from rdzv_plugins.observe.inspection import Condition
 
     with ExitStack() as opened:
-        # Of each other run an end is noted, so that it is not dead.
+        # A run whose end is noted is not dead.
         listed = list_runs(access.open).items()
         found = access.inspect(sorted(run for run, it in listed if it.outcome is None), opened)
         for run_id, seen in found.items():
@@ -506,7 +506,7 @@ def _on_a_screen(seen: Inspection, console: Console) -> Group:
     if seen.document is None:
         return Group(summary, *_tables([], rows, 0, min(_ROUNDS_SHOWN, left - _FRAME)))
     odd = sum(_later(node) < _AS_IT_SHOULD_BE for node in nodes)
-    # Of the nodes, a line says how many more there are.
+    # One line says how many more nodes there are.
     left -= _FRAME + 1
     kept = min(len(rows), _ROUNDS_KEPT) + _FRAME if rows else 0
     shown = min(len(nodes), max(odd, left - kept), left)
@@ -517,7 +517,7 @@ def _on_a_screen(seen: Inspection, console: Console) -> Group:
 def _tables(
     nodes: Sequence[NodeState], rows: Sequence[Row], most: int, rounds: int, one_line: bool = False
 ) -> list[Table]:
-    """Of so many nodes and rounds at most; ``one_line``: what is too long for a line is cut."""
+    """At most so many nodes and rounds; ``one_line``: what is too long for a line is cut."""
     tables = [_nodes(nodes, most, one_line)] if nodes and most > 0 else []
     if rows and rounds > 0:
         tables.append(_rounds(rows[:rounds], one_line))

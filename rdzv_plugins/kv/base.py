@@ -5,7 +5,7 @@ share: versions, lost answers, retries within one deadline, `add`, `wait` and it
 limits, closing, and the translation of a library's errors into the contract's.
 
 Every stored value begins with its stamp: eight random bytes, new with each write, and "=". The
-stamp is the version. So a version never repeats, neither after a delete nor on a server that lost
+stamp is the version. Hence a version never repeats, neither after a delete nor on a server that lost
 its data; two writes of equal bytes have two versions; and a client recognizes its own write by the
 stamp after a lost answer.
 """
@@ -95,7 +95,7 @@ _UNRESOLVED = re.compile(
     "|Name does not resolve|could not translate host name|Failed to resolve"
 )
 
-# Whose errors parsing raises where an answer is not as its server writes it.
+# The modules whose errors parsing raises where an answer is not as its server writes it.
 _PARSERS = {*sys.stdlib_module_names, msgspec.__name__}
 
 # By which a clock may differ from a server's.

@@ -72,7 +72,7 @@ class RendezvousStateError(RendezvousError):
 class AccessDeniedError(RendezvousConnectionError):
     """The store answers, and refuses this client: its credentials, its rights, its certificate.
 
-    So the store lives, and other clients may reach it. It is raised only for an answer of the
+    The store lives, and other clients may reach it. The error is raised only for an answer of the
     server's own, never where this client does not trust the server.
     """
 
@@ -154,7 +154,7 @@ class KeyValueClient(ABC):
     """Where a server listens if the endpoint names no port; None: as the endpoint's scheme says."""
 
     tls_schemes: ClassVar[tuple[str, ...]] = ("https",)
-    """Those of an endpoint that ask for TLS."""
+    """The schemes of an endpoint that ask for TLS."""
 
     begins_with_tls: ClassVar[bool] = True
     """With TLS, a connection begins with its handshake; False: the server is asked first."""
@@ -254,7 +254,7 @@ class KeyValueClient(ABC):
     def put_many(self, values: Mapping[str, bytes]) -> None:
         """Write several keys, in order; atomic only for as many as `Capabilities.atomic` says.
 
-        Of another one, which a killed client or a lost connection ends, a beginning may be there.
+        Where a killed client or a lost connection ends a larger one, its first keys may be written.
         """
         for key, value in values.items():
             self.put(key, value)

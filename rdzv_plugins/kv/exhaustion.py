@@ -1,7 +1,7 @@
 """A host without a resource, as an outage: told once, and tried again after growing pauses.
 
 Threads, descriptors and memory are missing for a second as well as for good, and whoever has none
-can end nothing but itself. So a node treats this as it treats a store that is away.
+can end nothing but itself. A node therefore treats this as it treats a store that is away.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def require_descriptors(count: int = _DESCRIPTORS) -> None:
 def missing_for_workers() -> str | None:
     """The resource that this host lacks to start workers; None: it has enough now.
 
-    Whoever may start no thread may start no process either.
+    A process that may start no thread may start no process either.
     """
     thread = threading.Thread(target=int, name="rdzv-room", daemon=True)
     try:

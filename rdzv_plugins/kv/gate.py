@@ -53,7 +53,7 @@ DOCUMENT_BYTES = 8 << 20
 RECORD_BYTES = 64 << 10
 SHARD_BYTES = 1 << 20
 SMALL_BYTES = 256 << 10
-"""Of an entry of the archive, of the list of runs, of the exclusions, of a tombstone."""
+"""The most for an entry of the history, of the list of runs, of the exclusions, a tombstone."""
 
 LEASES = 10.0
 """A record's lease is that of the run, times or divided by so much at most: else nobody is lost."""
@@ -81,7 +81,7 @@ Clock = Annotated[int, Meta(ge=-(2**40), le=2**40)]
 Moment = Annotated[float, Meta(ge=-(2**40), le=253_402_300_799)]
 """The same, until the last year that has a date."""
 Long = Meta(max_length=1 << 17)
-"""Of a list of nodes."""
+"""The most entries in a list of nodes."""
 
 # What a terminal executes, what ends a line, and what turns or hides the letters around it.
 _CONTROLS = re.compile(
@@ -181,7 +181,7 @@ def plain(text: object, most: int = _MOST_TEXT) -> str:
 
 
 KNOWN_HOSTS: set[str] = set()
-"""Those of which `is_host` is known, as many as a large run has."""
+"""The hosts for which `is_host` is known, as many as a large run has."""
 _MOST_KNOWN = 1 << 15
 
 

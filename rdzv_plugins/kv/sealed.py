@@ -66,11 +66,11 @@ NO_SECRET_HERE = (
 # over another's before it has stood still, with all others there, for a lease.
 CLAIMS = ("state", "torch-state")
 
-# So often in a row is a value of others written over; somebody writes in a loop then.
+# A value of others is written over so often in a row; then somebody writes in a loop.
 _MOST_REPLACED = 10
 # The longest pause, in seconds, between two looks at a key that others write again and again.
 _LONGEST_PAUSE = 1.0
-# Of so many keys it is remembered what of others stood there last.
+# It is remembered for so many keys which value of others stood there last.
 _MOST_PASSED = 1000
 # For how many seconds, at most, an addition is tried again since others were faster.
 _ADD_SECONDS = 60.0
@@ -154,7 +154,7 @@ class SealedClient(KeyValueClient):
         self._where = str(getattr(client, "where", client.name))
         self._scope = prefix, run_id
         self._read, self._file, self._patience = secrets, file, patience
-        # Of the class elsewhere: here they are those of the client.
+        # Elsewhere these belong to the class; here they are those of the client.
         self.name = client.name  # type: ignore[misc]
         self.heartbeat_ms = client.heartbeat_ms  # type: ignore[misc]
         most = client.capabilities.max_value_bytes - OVERHEAD
@@ -171,9 +171,9 @@ class SealedClient(KeyValueClient):
         # What of others stood in the namespace when it was first refused, and since when.
         self._others: tuple[float, dict[str, Version]] | None = None
         self._told_of_others = self._told_of_file = False
-        # Of the last listing, by key: what stood there, and what it was found to be.
+        # The last listing, by key: what stood there, and what it was found to be.
         self._listed: dict[str, tuple[Entry, Entry]] = {}
-        # Of keys that are waited for: the version that is known, and that of others' last value.
+        # By key that is waited for: the version that is known, and that of others' last value.
         self._passed: dict[str, tuple[Version | None, Version]] = {}
         self._woken = threading.Condition()
         self._interrupts = 0

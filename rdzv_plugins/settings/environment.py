@@ -23,7 +23,7 @@ ENVIRONMENT_PREFIX = "RDZV_PLUGINS_"
 # password, and with them a torchrun that a worker starts would join the worker's own run.
 _NOT_HANDED_DOWN = re.compile(rf"PET_\w+|{ENVIRONMENT_PREFIX}(\w+_)?(PASSWORD|SECRET|TOKEN)")
 
-# Those that `withhold` has taken out of the environment, and how many hold them back.
+# The variables that `withhold` has taken out, and how many of its calls are not undone yet.
 _withheld: dict[str, str] = {}
 
 _withholders = 0

@@ -37,7 +37,7 @@ from rdzv_plugins.stores import client_class, strange_variables
 
 __all__ = ["Chosen", "Job", "check_options", "check_secrets", "parse_nnodes", "parse_peers"]
 
-# Who reads the store can try secrets by the million.
+# A user who reads the store can try secrets by the million.
 _SHORTEST_SECRET = 16
 _PASSWORD = re.compile(
     r"(?i)(?:^|//)[^/?#:]*(?::(?!//)|%3a)[^?#]*@|(?:pass|pwd|secret|token)[^=]*="
@@ -193,7 +193,7 @@ def _faults(rules: Iterable[Callable[[], None]]) -> Iterator[str]:
 
 
 def check_secrets(job: Job, chosen: Chosen) -> Iterator[Finding]:
-    """Who sees the password, whether values are sealed, and whether the secret can be guessed."""
+    """Which users see the password, whether values are sealed, and whether a secret can be guessed."""
     password = _PASSWORD.search(job.endpoint) is not None
     if password or (chosen.client.user_is_token and "@" in job.endpoint):
         found = "in the endpoint: other users of each host see it in its list of processes"
