@@ -5,8 +5,8 @@ share: versions, lost answers, retries within one deadline, `add`, `wait` and it
 limits, closing, and the translation of a library's errors into the contract's.
 
 Every stored value begins with its stamp: eight random bytes, new with each write, and "=". The
-stamp is the version. Hence a version never repeats, neither after a delete nor on a server that lost
-its data; two writes of equal bytes have two versions; and a client recognizes its own write by the
+stamp is the version. A version never repeats, neither after a delete nor on a server that lost its
+data; two writes of equal bytes have two versions; and a client recognizes its own write by the
 stamp after a lost answer.
 """
 

@@ -109,7 +109,7 @@ def at(host: str, port: int) -> str:
 def redact(endpoint: str) -> str:
     """The endpoint with all that may be secret replaced by ``***``, also in one that is malformed.
 
-    What stands before the last ``@`` is hidden. The rest is shown only from its beginning up to what
+    What stands before the last ``@`` is hidden. The beginning of the rest is shown, up to what
     is neither a host, a port, a path nor a parameter that is known to hold no secret.
 
     It takes time in proportion to the endpoint's length.

@@ -193,7 +193,7 @@ def _faults(rules: Iterable[Callable[[], None]]) -> Iterator[str]:
 
 
 def check_secrets(job: Job, chosen: Chosen) -> Iterator[Finding]:
-    """Which users see the password, whether values are sealed, and whether a secret can be guessed."""
+    """Which users see the password, whether values are sealed, and how easy the secret is."""
     password = _PASSWORD.search(job.endpoint) is not None
     if password or (chosen.client.user_is_token and "@" in job.endpoint):
         found = "in the endpoint: other users of each host see it in its list of processes"
