@@ -23,7 +23,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
-    RendezvousTimeoutError,
 )
 
 from rdzv_plugins import clock
@@ -34,7 +33,6 @@ from rdzv_plugins.kv import (
     KeyValueClient,
     RendezvousConnectionError,
     RendezvousStateError,
-    missing_for_workers,
 )
 from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.kv.retry import retry, store_is_away
@@ -52,6 +50,7 @@ from rdzv_plugins.peers.listener import Listener
 from rdzv_plugins.peers.reach import Reach
 from rdzv_plugins.process.driver import Driver, Watcher, carry_out, watched
 from rdzv_plugins.process.explain import Refusal, what_failed
+from rdzv_plugins.process.fitness import Fitness
 from rdzv_plugins.process.master_servers import MasterServers
 from rdzv_plugins.process.signals import SignalWatch
 from rdzv_plugins.process.worker import (
@@ -107,9 +106,6 @@ _STOP_SECONDS = 2.0
 _FAREWELL_SECONDS = 10.0
 # How many further signals may interrupt that wait before the process gives it up.
 _SIGNALS_BORNE = 5
-
-# Between two runs of the checks of a node that is unfit: twice as long each time.
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 # torch's own default for --rdzv-id (torch.distributed.run); all jobs without an id share it.
 _DEFAULT_RUN_ID = "none"
@@ -171,8 +167,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         node_id = secrets.token_hex(8)
         self._listener = self._listen(node_id)
         has_links = self._listener is not None and rules.answer is not None
-        # Seconds of pauses since it was last in a round, and the next, where it is cut off.
-        self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
         record = NodeRecord(
             address=address,
             pid=os.getpid(),
@@ -206,7 +200,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         if rules.grow == "checkpoint":
             self._moments = Moments(self._log.warning)
         self._reach = Reach(address, self._log.warning, f"rdzv-{run_id}-reach")
-        self._gate = gate_of(settings, self._rank_0, self._log.warning)
         self._service = Service(record.label, rules, time.monotonic)
         self._events = Events(run_id, address, self._node, f"rdzv-{run_id}-events")
         self._watchers: list[Watcher] = [self._events.watch] if self._events.heard else []
@@ -227,6 +220,11 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._hold_links if has_links else None,
         )
         _tell_of_retries(store, self._driver)
+        self._fitness = Fitness(
+            run_id, settings, self._node, self._driver, self._log,
+            gate_of(settings, self._rank_0, self._log.warning),
+            lambda: self._ended, self._refuse, self._raise,
+        )  # fmt: skip
         self._links: Links | None = None
         if self._listener is not None and has_links:
             driver = self._driver
@@ -390,12 +388,14 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._raise(
                 RendezvousError(f"{run}: this node has left: its workers failed, and it was new")
             )
-        waited, patience = self._await_fitness(), self._settings.join_timeout
+        waited = self._fitness.await_fitness(has_had_workers=self._store is not None)
+        patience = self._settings.join_timeout
         try:
             outcome = self._driver.join(failed, waited, patience)
             while outcome.failure is Failure.CUT_OFF and not self._ended:
-                self._stay_cut_off(self._node.record.unfit)
-                outcome = self._driver.join(failed, waited + self._cut_off_for, patience)
+                self._fitness.stay_cut_off(self._node.record.unfit)
+                waited_on = waited + self._fitness.cut_off_for
+                outcome = self._driver.join(failed, waited_on, patience)
         except ExhaustedError as error:
             self._raise(error)
         self._was_told = False
@@ -403,7 +403,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         document = outcome.document
         assert document is not None
         self._service.begin(document)
-        self._cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
+        self._fitness.begin()
         self._masters.keep(document.world_id)
         return document
 
@@ -419,68 +419,6 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._log.error(str(error))
             told(error)
         raise error.with_traceback(None) from None
-
-    def _await_fitness(self) -> float:
-        """Wait until workers can start here and the checks pass; returns the seconds of pauses.
-
-        The others are told why it does not join, and do not wait for it. What the checks
-        themselves take does not count against ``join_timeout``: they have limits of their own.
-        """
-        checks = not self._node.in_round or self._settings.check_at == "restart"
-        waited, pause, told = 0.0, _FIRST_PAUSE, ""
-        while (reason := self._why_unfit(checks)) is not None and not self._ended:
-            left = self._settings.join_timeout - waited
-            if reason != told and self._tries_again(waited + pause):
-                self._log.warning(
-                    f"this node is unfit and does not join: {reason}; it tries again in "
-                    f"{pause:g} s, and so on for {left:g} s"
-                )
-                told = reason
-            self._stay_out(reason, waited, pause)
-            waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
-        if waited and not self._ended:
-            self._log.info("this node is fit again, and joins")
-        return waited
-
-    def _why_unfit(self, checks: bool) -> str | None:
-        # Until its first round, a node's own threads and requests tell what this host lacks.
-        if self._store is not None and (missing := missing_for_workers()) is not None:
-            return f"no worker can start: {missing}"
-        return self._gate.check() if checks and self._gate is not None else None
-
-    def _stay_cut_off(self, reason: str) -> None:
-        """Wait before this node asks again, whose network check failed; the others know why."""
-        waited, pause = self._cut_off_for, self._next_pause
-        left = self._settings.join_timeout - waited
-        if self._tries_again(waited + pause):
-            self._log.warning(
-                f"this node is unfit, since others do not reach it, or it does not reach them: "
-                f"{reason}; it asks again in {pause:g} s, and so on for {left:g} s"
-            )
-        self._stay_out(reason, waited, pause)
-        self._cut_off_for, self._next_pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
-
-    def _tries_again(self, seconds: float) -> bool:
-        """Whether a node that will have been unfit for so long is to try again then."""
-        settings = self._settings
-        return settings.on_unhealthy != "exit" and seconds <= settings.join_timeout
-
-    def _stay_out(self, reason: str, waited: float, pause: float) -> None:
-        """Ask for no round for ``pause`` seconds; raises if this node does not try again then."""
-        tries_again = self._tries_again(waited + pause)
-        outcome = self._driver.stay_out(reason, pause if tries_again else 0.0)
-        if outcome is not None:
-            self._refuse(outcome)
-        if not tries_again:
-            self._raise(self._gives_up(reason))
-
-    def _gives_up(self, reason: str) -> Exception:
-        run, patience = f"run '{self._run_id}'", self._settings.join_timeout
-        if self._settings.on_unhealthy == "exit":
-            return RendezvousError(f"{run}: this node is unfit, and exits: {reason}")
-        return RendezvousTimeoutError(
-            f"{run}: this node was unfit for join_timeout ({patience:g} s): {reason}"
-        )
 
     def _rank_0(self) -> tuple[str, int] | None:
         """Where rank 0 of this node's last round listens, if the run still counts on it.
@@ -748,8 +686,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         def end() -> None:
             try:
-                if self._gate is not None:
-                    self._gate.close()
+                self._fitness.close()
                 with self._events.of("shutdown"):
                     self._driver.stop(patience)
                     last_word()

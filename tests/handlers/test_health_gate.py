@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from rdzv_plugins.observe.inspection import Condition, Inspection, settle
-from rdzv_plugins.process import handler as handler_module
+from rdzv_plugins.process import fitness
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 from rdzv_plugins.testing.threads import Background
@@ -29,8 +29,8 @@ BAD = "sh: GPU 3 is hot"
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setattr(handler_module, "_FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(handler_module, "_LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(fitness, "_FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(fitness, "_LONGEST_PAUSE", 0.2)
     with make_site() as site:
         yield site
 

@@ -98,7 +98,8 @@ def test_a_missing_extra_names_the_install_that_mends_it(errors: Any, backend: s
 
 
 NEED_TORCH = (
-    "process.agent", "process.explain", "process.factory", "process.handler",
+    "process.agent", "process.explain", "process.factory", "process.fitness",
+    "process.handler",
     "process.master_servers", "testing", "torch",
 )  # fmt: skip
 

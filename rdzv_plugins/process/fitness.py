@@ -1,0 +1,128 @@
+"""A node that is unfit waits before it joins, and tells the others why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
+
+from rdzv_plugins.health import Gate
+from rdzv_plugins.kv import missing_for_workers
+from rdzv_plugins.observe.logs import RunLog
+from rdzv_plugins.process.driver import Driver
+from rdzv_plugins.protocol import effects
+from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.settings.options import Settings
+
+__all__ = ["Fitness"]
+
+# Between two runs of the checks of a node that is unfit: twice as long each time.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+
+
+class Fitness:
+    """Waits until workers can start here, the checks pass, and other nodes reach this one.
+
+    Args:
+        run_id, settings, node, driver, log: of the handler.
+        gate: runs the checks; None: there are none.
+        is_over: whether the handler was shut down.
+        refuse: raises unless a join that ended meanwhile ended in a round.
+        fail: logs an error and raises it.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        settings: Settings,
+        node: Node,
+        driver: Driver,
+        log: RunLog,
+        gate: Gate | None,
+        is_over: Callable[[], bool],
+        refuse: Callable[[effects.JoinOutcome], None],
+        fail: Callable[[BaseException], NoReturn],
+    ) -> None:
+        self._run_id = run_id
+        self._settings = settings
+        self._node = node
+        self._driver = driver
+        self._log = log
+        self._gate = gate
+        self._is_over = is_over
+        self._refuse = refuse
+        self._fail = fail
+        # Seconds of pauses since it was last in a round, and the next one, where it is cut off.
+        self.cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
+
+    def await_fitness(self, has_had_workers: bool) -> float:
+        """Wait until workers can start here and the checks pass; returns the seconds of pauses.
+
+        The others are told why this node does not join, and do not wait for it. What the checks
+        themselves take does not count against ``join_timeout``: they have limits of their own.
+        """
+        checks = not self._node.in_round or self._settings.check_at == "restart"
+        waited, pause, told = 0.0, _FIRST_PAUSE, ""
+        while (reason := self._why_unfit(checks, has_had_workers)) and not self._is_over():
+            if reason != told and self._tries_again(waited + pause):
+                left = self._settings.join_timeout - waited
+                self._log.warning(
+                    f"this node is unfit and does not join: {reason}; it tries again in "
+                    f"{pause:g} s, and so on for {left:g} s"
+                )
+                told = reason
+            self._stay_out(reason, waited, pause)
+            waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
+        if waited and not self._is_over():
+            self._log.info("this node is fit again, and joins")
+        return waited
+
+    def stay_cut_off(self, reason: str) -> None:
+        """Wait before this node asks again, whose network check failed; the others know why."""
+        waited, pause = self.cut_off_for, self._next_pause
+        if self._tries_again(waited + pause):
+            left = self._settings.join_timeout - waited
+            self._log.warning(
+                f"this node is unfit, since others do not reach it, or it does not reach them: "
+                f"{reason}; it asks again in {pause:g} s, and so on for {left:g} s"
+            )
+        self._stay_out(reason, waited, pause)
+        self.cut_off_for, self._next_pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
+
+    def begin(self) -> None:
+        """Note that this node is in a round."""
+        self.cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
+
+    def close(self) -> None:
+        """End the checks."""
+        if self._gate is not None:
+            self._gate.close()
+
+    def _why_unfit(self, checks: bool, has_had_workers: bool) -> str | None:
+        # Until its first round, a node's own threads and requests tell what this host lacks.
+        if has_had_workers and (missing := missing_for_workers()) is not None:
+            return f"no worker can start: {missing}"
+        return self._gate.check() if checks and self._gate is not None else None
+
+    def _tries_again(self, seconds: float) -> bool:
+        """Whether a node that will have been unfit for so long is to try again then."""
+        settings = self._settings
+        return settings.on_unhealthy != "exit" and seconds <= settings.join_timeout
+
+    def _stay_out(self, reason: str, waited: float, pause: float) -> None:
+        """Ask for no round for ``pause`` seconds; raises if this node does not try again then."""
+        tries_again = self._tries_again(waited + pause)
+        outcome = self._driver.stay_out(reason, pause if tries_again else 0.0)
+        if outcome is not None:
+            self._refuse(outcome)
+        if tries_again:
+            return
+        run, patience = f"run '{self._run_id}'", self._settings.join_timeout
+        if self._settings.on_unhealthy == "exit":
+            self._fail(RendezvousError(f"{run}: this node is unfit, and exits: {reason}"))
+        self._fail(
+            RendezvousTimeoutError(
+                f"{run}: this node was unfit for join_timeout ({patience:g} s): {reason}"
+            )
+        )
