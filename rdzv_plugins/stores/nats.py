@@ -216,11 +216,11 @@ class Client(EpochClient):
 
     def _put_at(self, values: Mapping[str, bytes], limit: Limit) -> None:
         writes = (self._publish(self._subject(path), data) for path, data in values.items())
-        self._transport.run(_together(*writes), limit)
+        self._transport.run(_together(writes), limit)
 
     def _delete_at(self, paths: Iterable[str], limit: Limit) -> None:
         purges = (self._purge(self._subject(path)) for path in paths)
-        self._transport.run(_together(*purges), limit)
+        self._transport.run(_together(purges), limit)
 
     def _empty(self, epoch: str, limit: Limit) -> bool:
         self._transport.run(self._purge(f"{self._mark}./{epoch}.>"), limit)
@@ -297,7 +297,7 @@ class Client(EpochClient):
     # The coroutines that the hooks await.
 
     async def _fetched(self, paths: list[str]) -> dict[str, Stored]:
-        read = await _together(*(self._get(self._subject(path)) for path in paths))
+        read = await _together(self._get(self._subject(path)) for path in paths)
         found = zip(paths, read, strict=True)
         return {path: Stored.parse(data, at) for path, (data, at) in found if at}
 
@@ -315,7 +315,7 @@ class Client(EpochClient):
     async def _swept(self, limit: Limit) -> None:
         marks = await self._subjects(f"{self._prefix}.*")
         others = [subject for subject in marks if subject != self._mark][:_READS]
-        found = await _together(*(self._get(subject) for subject in others))
+        found = await _together(self._get(subject) for subject in others)
         for subject, (data, number) in zip(others, found, strict=True):
             mark = Stored.parse(data)
             if number and self._has_ended(mark, limit):
@@ -781,7 +781,7 @@ def _answer(message: Msg) -> dict[str, Any]:
     return found
 
 
-async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+async def _together(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Have it done at once; where some of it fails, end the rest."""
     tasks = [asyncio.ensure_future(it) for it in work]
     try:
