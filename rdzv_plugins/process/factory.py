@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -49,7 +50,7 @@ from rdzv_plugins.settings.parsing import idle_options, option_names, without_ef
 from rdzv_plugins.settings.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.settings.topology import find_domain
 from rdzv_plugins.stores import attend, load, opener, strange_variables
-from rdzv_plugins.torch.events import record_failed_creation
+from rdzv_plugins.torch.events import Events
 from rdzv_plugins.torch.torchrun import (
     idle_arguments,
     makes_log_folders,
@@ -78,7 +79,7 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
     try:
         return _create(client, params)
     except Exception as error:
-        record_failed_creation(params.run_id, error)
+        Events(params.run_id, socket.gethostname(), "").failed("create_handler", error)
         raise
 
 

@@ -201,8 +201,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._moments = Moments(self._log.warning)
         self._reach = Reach(address, self._log.warning, f"rdzv-{run_id}-reach")
         self._service = Service(record.label, rules, time.monotonic)
-        self._events = Events(run_id, address, self._node, f"rdzv-{run_id}-events")
-        self._watchers: list[Watcher] = [self._events.watch] if self._events.heard else []
+        self._events = Events(run_id, address, record.label)
+        self._watchers: list[Watcher] = []
         self._report: Report | None = None
         store = client
         if settings.metrics_port is not None or settings.otel:
@@ -305,11 +305,12 @@ class StoreRendezvousHandler(RendezvousHandler):
             RendezvousStateError: the round document is unreadable, or the run was started with
                 another ``--nnodes``.
         """
-        self._events.attempts_to_join()
+        self._events.joins("attempts to join the next round of")
         with self._events.of("next_rendezvous"):
             document = self._join()
         rank, world_size = document.ranks[self._node.id], document.size
-        self._events.joined(rank, world_size, document.round)
+        joined = f"has joined round {document.round}, as rank {rank} in a world of {world_size}, of"
+        self._events.joins(joined, rank)
         self._handed_down = hand_down(
             CurrentRound(
                 run_id=self._run_id,
@@ -726,7 +727,6 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._signals.release()
             if self._report is not None:
                 self._report.close()
-            self._events.close(_STOP_SECONDS)
         finally:
             # Whatever fails: else the exit of the process waits for this.
             atexit.unregister(self._at_exit)

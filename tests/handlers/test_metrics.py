@@ -48,7 +48,6 @@ from rdzv_plugins.protocol.states import State
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.settings.parsing import parse_options
 from rdzv_plugins.testing.threads import Background
-from rdzv_plugins.torch import events
 from tests.handlers.site import LEASE, Site
 from tests.handlers.site import site as make_site
 from tests.unit.test_store_client import DictClient
@@ -341,8 +340,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 class TestWithoutMetrics:
-    def test_nothing_is_on_the_path(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(events, "_is_heard", lambda: False)
+    def test_nothing_is_on_the_path(self, site: Site) -> None:
         client = site.client()
         alone = site.handler(1, 1, client)
         site.join(alone)
