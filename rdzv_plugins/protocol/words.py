@@ -576,8 +576,9 @@ def _of_a_leader(view: View, document: RoundDocument) -> Iterator[Remark]:
     rules = view.rules
     for record in (view.records or {}).values():
         if record.is_unfit and record.label != view.record.label:
-            does = "left" if record.failed else "does not join"
-            text = f"{record.label} {does}: {record.unfit}"
+            text = f"{record.label} does not join: {record.unfit}"
+            if record.failed:
+                text = f"{record.label} left: {record.unfit}"
             yield "unfit", (record.label, record.unfit, record.round), text
         if (record.interval, record.lease) != (rules.interval, rules.lease):
             yield (
