@@ -147,7 +147,7 @@ class Inspection:
         self.is_torchs = False
         self.members_up: MembersUp | None = None
         self._beats = FailureDetector()
-        self._cache = RecordCache(sealed=client.sealed)
+        self._cache = RecordCache()
         self._asked_archive = False
         self._began = self._looked = time.monotonic()
         # Seconds by which each node's wall clock is ahead of this host's, where that was measured.

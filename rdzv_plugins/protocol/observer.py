@@ -45,13 +45,9 @@ _SHORTEST_REST = 0.5e-3
 _RANKS_KEPT = 4
 # The log names so many nodes whose records are not believed.
 _REFUSED_KEPT = 16
-# A document does not go on by more rounds than this between two looks.
-_MOST_ROUNDS = 1 << 20
 # By so many milliseconds, at most, wall clocks are believed to differ: of two runs of an id that
 # began within less, either may be the later one.
 _CLOCKS_APART = 600_000
-# A leader overwrites so many documents of another version before it says so.
-_MOST_STRANGE = 8
 _OUTDATED_KEPT = 16
 # After an outage another node may reconnect so much later than this one: as long as a node pauses
 # between two requests then, and a client between two attempts.
@@ -165,7 +161,7 @@ class Observer:
         self._runs: str | None = None  # The world_id of the round that `running_since` is of.
         self._grew: tuple[str, int] | None = None  # The document that `grown_since` is of.
         self._leader_is: str | None = None  # The node whose record `leader` is.
-        self._listing = RecordCache(rules.lease, rules.sealed)
+        self._listing = RecordCache(rules.lease)
         # This node's rank by the digest of the shards that it has read, the last ones.
         self._ranks: dict[str, dict[str, int]] = {}
         # The nodes of the same shards, in rank order.
@@ -174,8 +170,6 @@ class Observer:
         self._outdated: dict[str, list[str]] = {}
         # A newcomer has waited long enough for somebody to mend the document.
         self._mends = False
-        # How many documents of another version stood there instead of the run's.
-        self._strange = 0
         # By node, why its record is not believed; "" stands for the document.
         self._refused: dict[str, str] = {}
         self._listed_at = float("-inf")
@@ -385,23 +379,13 @@ class Observer:
                     "has put it here"
                 )
         except RendezvousStateError as error:
-            damaged, knows = isinstance(error, CorruptDocumentError), self.latest is not None
+            damaged = isinstance(error, CorruptDocumentError)
             mends = self._mends and damaged and not isinstance(error, SealedRunError)
-            if not (knows or mends):
+            if self.latest is None and not mends:
                 raise
-            if not damaged:
-                # Another version's, in the midst of a run: it is nobody's, or that one insists.
-                self._strange += 1
-                if self._strange > _MOST_STRANGE:
-                    raise
             self._note_refused({"": str(error)})
             return None
         latest = self.latest
-        jumps = latest is not None and document.round > latest.round + _MOST_ROUNDS
-        if latest is not None and jumps and document.is_of(latest):
-            why = f"it jumps from round {latest.round} to {document.round} - at `$.round`"
-            self._note_refused({"": f"the round document is not believed: {why}"})
-            return None
         if self._rules.sealed and latest is not None and not latest.closed:
             older = 0 < document.edition < latest.edition - _CLOCKS_APART
             if document.is_before(latest) if document.is_of(latest) else older:

@@ -11,10 +11,6 @@ from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 
 __all__ = ["RecordCache", "readable"]
 
-# A node writes fewer records between two looks.
-_MOST_BEATS = 1 << 16
-# Where nothing is sealed, so many beats that follow one another are the node's, whatever was seen.
-_BEATS_APART = 3
 # The last beats of so many nodes are remembered whose records are gone.
 _MOST_GONE = 1 << 16
 _START = len(NODES_PREFIX)
@@ -26,22 +22,16 @@ class RecordCache:
     Args:
         lease: of the run; a record whose lease is another by more than a factor of ten is not
             believed. None: any is.
-        sealed: nobody but the node itself can have written its record, so that an earlier one was
-            held up on its way, or put back: it is never believed, also after the record was gone.
 
     Attributes:
         refused: why a record counts as absent, by node: those of the last look.
     """
 
-    def __init__(self, lease: float | None = None, sealed: bool = False) -> None:
+    def __init__(self, lease: float | None = None) -> None:
         self._decoded: dict[str, tuple[Version, NodeRecord]] = {}
         self._shortest = lease / LEASES if lease is not None else 0.0
         self._longest = lease * LEASES if lease is not None else math.inf
-        # Of a record whose beat does not follow the known one: its version, its beat, and how many
-        # such have followed one another.
-        self._apart: dict[str, tuple[Version | None, int, int]] = {}
-        self._sealed = sealed
-        # The last beats of those whose records are gone, where they are sealed.
+        # The last beats of those whose records are gone.
         self._gone: dict[str, int] = {}
         self.refused: dict[str, str] = {}
 
@@ -69,13 +59,11 @@ class RecordCache:
                 decoded[node] = known
             elif (found := take(node, entry, known)) is not None:
                 decoded[node] = found
-        if self._sealed and not before.keys() <= decoded.keys():
+        if not before.keys() <= decoded.keys():
             self._gone |= {it: before[it][1].beat for it in before if it not in decoded}
             while len(self._gone) > _MOST_GONE:
                 del self._gone[next(iter(self._gone))]
         self._decoded = decoded
-        if self._apart:
-            self._apart = {it: seen for it, seen in self._apart.items() if it in decoded}
         return {node: record for node, (_, record) in decoded.items()}
 
     def _take(
@@ -103,31 +91,7 @@ class RecordCache:
                 return None
             # One that comes back as it was is what a store that forgot has found again.
             return None if record.beat < self._gone.get(node, 0) else (entry.version, record)
-        follows = 0 <= record.beat - known[1].beat <= _MOST_BEATS
-        if follows or self._goes_on(node, entry, record, known[1]):
-            if self._apart:
-                self._apart.pop(node, None)
-            return entry.version, record
-        if record.beat > known[1].beat:
-            self.refused[node] = (
-                f"a node's record is not believed: its beat jumps from {known[1].beat} to "
-                f"{record.beat} - at `$.beat`"
-            )
-        return entry.version, known[1]
-
-    def _goes_on(self, node: str, entry: Entry, record: NodeRecord, known: NodeRecord) -> bool:
-        """Whether a beat that does not follow the known one is the node's: it moves on by itself.
-
-        Writes that were held up on their way, or are somebody else's, come in ones and twos.
-        """
-        if self._sealed:
-            return record.beat > known.beat
-        version, beat, steps = self._apart.get(node, (None, record.beat, 0))
-        if version != entry.version:
-            moves = 0 < record.beat - beat <= _MOST_BEATS
-            steps = steps + 1 if moves else 1
-        self._apart[node] = entry.version, record.beat, steps
-        return steps >= _BEATS_APART
+        return entry.version, record if record.beat >= known[1].beat else known[1]
 
 
 def readable(entry: Entry | None) -> NodeRecord | None:
