@@ -135,7 +135,7 @@ def still_accused(
 
 
 def _accused(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, Accusation]:
-    """Those against whom there is the first sign, and who have not beaten since."""
+    """The nodes for which there is the first sign, and that have not beaten since."""
     found: dict[str, Accusation] = {}
     for node, beat, by in _signs(document, records):
         record = records.get(node)

@@ -171,7 +171,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class _Requests:
-    """Those of all clients. A process ends when none is under way: threads may still ask then."""
+    """The requests of all clients. A process ends when none is under way: threads may ask then."""
 
     def __init__(self) -> None:
         # Obstore's threads run in the process that asked first, and in none that is forked from it.
@@ -271,7 +271,7 @@ class BucketClient(EpochClient):
     @classmethod
     @abstractmethod
     def _scheme(cls) -> str:
-        """Of the endpoint."""
+        """The scheme of the endpoint."""
 
     @classmethod
     def _url(cls, options: Any) -> str | None:
@@ -415,7 +415,7 @@ class BucketClient(EpochClient):
     # Requests.
 
     def _name(self, path: str) -> str:
-        """Of the object."""
+        """The name of the object."""
         return f"{self._run}/{_MARK_NAME if path == MARK else _encoded(path)}"
 
     def _prove(self, limit: Limit) -> None:

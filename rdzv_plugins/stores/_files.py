@@ -14,7 +14,7 @@ T = TypeVar("T")
 class FromFiles(Generic[T]):
     """A value that is made of files, and made anew once one of them has changed.
 
-    Asking costs 2 us a file. Whoever replaces a file need not replace all at once: what ``make``
+    Asking costs 2 us a file. The files need not be replaced all at once: what ``make``
     raises meanwhile is passed on, and the next call tries again.
 
     Args:

@@ -277,7 +277,7 @@ class Stream:
         self._chunks, self._text, self._searched, self._ended = b"", bytearray(), 0, False
 
     def lines(self, limit: Limit) -> list[bytes]:
-        """Those that have come; waits for the first. An empty list: the answer has ended.
+        """The lines that have come; waits for the first. An empty list: the answer has ended.
 
         Raises TimeoutError and `WokenError`, after which it can be called again, OSError and
         ``HTTPException``.

@@ -78,12 +78,12 @@ _PAGE = 500
 # The most expired runs that one `expire` removes.
 _SWEEP = 20
 
-# Of each pod, by Kubernetes.
+# Kubernetes puts the service account there in each pod.
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _RUN, _PREFIX, _PART = "rdzv-plugins/run", "rdzv-plugins/prefix", "rdzv-plugins/part"
 _KEY = "rdzv-plugins/key"
-# Of what was written without a condition.
+# Marks a value that was written without a condition.
 _PUT = "rdzv-plugins/put"
 _OF_MARK = "mark"
 _VALUE = "value"
@@ -787,7 +787,7 @@ def _verbs(rules: Iterable[Mapping[str, Any]], kind: str) -> set[str]:
 
 
 def _own_labels(said: str | None) -> dict[str, str]:
-    """Those of option 'labels'; the API server judges what they may hold."""
+    """The labels of option 'labels'; the API server judges what they may hold."""
     pairs = [it.partition("=") for it in (said or "").split("+") if it]
     if not all(name and equals for name, equals, _ in pairs):
         raise ValueError(f"option 'labels': '{said}' is not <name>=<value>+<name>=<value>")

@@ -104,7 +104,7 @@ _PROBLEMS = {
         + ", or with create_bucket=true",
         state=True,
     ),
-    # Of three replicas one may have it.
+    # One of three replicas may have written it.
     rf"^answer .*\[({'|'.join(map(str, _OUT_OF_SPACE))})\]": replace(
         full("raise the limits of the bucket, the account or the servers"), undone=False
     ),
@@ -473,8 +473,8 @@ class _Connection(nats.aio.client.Client):
         self._ps = _Parser(self)  # Private: nothing public tells what it raises, or bounds it.
 
     async def _process_op_err(self, e: Exception) -> None:
-        # Private: nats-py first writes what is left, and tells nobody where that fails. Who waits
-        # for an answer, or for a change, would wait until its time is over.
+        # Private: nats-py first writes what is left, and tells nobody where that fails. A
+        # request or a wait would go on until its time is over.
         if not self.is_closed:
             self.broke(e)
         await super()._process_op_err(e)

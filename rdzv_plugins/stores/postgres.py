@@ -63,7 +63,7 @@ __all__ = ["Client", "Options"]
 
 # Where libpq's URL has a socket's folder, as its host or as a parameter.
 _SOCKET = re.compile(r"(?i)(//([^/]*@)?|[?&]host=)(/|%2F)")
-# Of libpq, each instead of an endpoint.
+# Variables of libpq, each of which stands in for an endpoint.
 _HOST_VARIABLES = {"PGHOST", "PGHOSTADDR", "PGSERVICE"}
 
 # The most idle connections of a client: one for requests and one for a waiter.
@@ -110,7 +110,7 @@ _EXPIRE = """WITH swept AS (DELETE FROM {table} AS r USING {table} AS e
  (%(run)b, '', '', clock_timestamp() + make_interval(secs => %(seconds)s))
  ON CONFLICT (run, key) DO UPDATE SET time = excluded.time"""
 
-# Who may not use its schema is told that there is no such table.
+# A user that may not use the schema is told that there is no such table.
 _HIDDEN = """SELECT nspname FROM pg_class JOIN pg_namespace AS n ON n.oid = relnamespace
  WHERE relname = '{table}' AND NOT has_schema_privilege(n.oid, 'USAGE') AND nspname = ANY(
  regexp_split_to_array(replace(current_setting('search_path'), '"$user"', current_user), ', *'))"""
@@ -427,7 +427,7 @@ class Client(StoreClient):
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         if seen is None:
             return bool(self._ask(_CREATE, limit, key=key.encode(), data=data))
-        # Of a value that is not ours, whatever it begins with.
+        # A value that is not ours has no stamp: its first bytes count.
         stamp = bytes.fromhex(seen.version) + b"=" if seen.version else seen.value[:STAMP_BYTES]
         return bool(self._ask(_REPLACE, limit, key=key.encode(), data=data, seen=stamp))
 

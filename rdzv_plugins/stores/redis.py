@@ -268,7 +268,7 @@ class Client(StoreClient):
         self._idle: deque[Any] = deque()
         # By key: a wait that ended before its answer came, for a beat; the next one goes on.
         self._parked: dict[str, _Parked] = {}
-        # Of the run's hash, as this client's last write found it.
+        # The epoch of the run's hash, as this client's last write found it.
         self._epoch: bytes | None = None
         # By key that was read: the version, and its id in the stream.
         self._ids: dict[str, tuple[str, bytes]] = {}

@@ -80,7 +80,7 @@ class Client(BucketClient):
 
 
 class _Credentials:
-    """Those of AWS's usual sources, which boto3 finds and renews; obstore asks for them."""
+    """The credentials of AWS's usual sources, which boto3 finds and renews for obstore."""
 
     def __init__(self) -> None:
         self.config: dict[str, Any] = {}
