@@ -385,7 +385,7 @@ class _Transport:
 
 
 def _headers(target: Endpoint, options: Options) -> Mapping[str, str]:
-    """The headers of each request; raises `ValueError` for credentials that are incomplete or too many."""
+    """The headers of each request; raises `ValueError` for credentials that do not fit together."""
     user, password = target.user or options.user, target.password or options.current_password()
     token = given_or_in_file(options.token, "token_file", options.token_file)
     headers = {"Content-Type": "application/json"}
