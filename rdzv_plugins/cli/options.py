@@ -1,7 +1,7 @@
 """Shared by several commands: options, with the same names as torchrun's, and the console.
 
-Commands import what they need only when they run: ``--help`` comes at once. None but ``run`` and
-``demo`` needs torch.
+Commands import what they need only when they run: ``--help`` comes at once. Only ``run`` needs
+torch.
 """
 
 from __future__ import annotations
