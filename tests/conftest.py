@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
 from typing import Any
 
 import hypothesis
 import pytest
 
 from rdzv_plugins.settings import environment
+
+_TORCHS_EVENTS = logging.getLogger("torchelastic-events-dynamic_rendezvous")
 
 # Else an example that takes 0.2 s fails, on a machine that has other things to do.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -30,6 +33,13 @@ _JOBS = {
 _ROW = {file: row for row, files in _JOBS.items() for file in files}
 # The longest come first, then those of minutes, so that no process ends long after the others.
 _LONG = ("test_torch_handler",)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    # pytest captures each logger that does not propagate: torch's events would stand among a test's
+    # lines. The tests of those events enable it, and so does each set-up of a server's logs.
+    _TORCHS_EVENTS.disabled = True
 
 
 @pytest.hookimpl(trylast=True)

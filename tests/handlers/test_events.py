@@ -62,13 +62,13 @@ def listening(to: str) -> Iterator[Recorder]:
         torchs._log_handlers["dynamic_rendezvous"] = recorder
     # torch reads the table when it makes the logger, and never again.
     LOGGER.addHandler(recorder)
+    LOGGER.disabled = False
     try:
         yield recorder
     finally:
         torchs._log_handlers["dynamic_rendezvous"] = before
         LOGGER.removeHandler(recorder)
-        # pytest listens to each logger that does not propagate, as torch has it.
-        LOGGER.propagate = True
+        LOGGER.disabled = True
 
 
 @pytest.fixture(params=["table", "logger"])

@@ -85,7 +85,7 @@ def test_rounds_whose_nodes_stand_in_shards_survive_deaths_too(
     agents.sort(key=lambda agent: agent.handler._node.id != leader)
     agents.pop(0).crash()
     until(one_world(agents), 30)
-    until(run.tells("lease ran out"), 30)
+    until(run.tells("lost"), 30)
     agents.pop().leave()
     until(one_world(agents), 30)
     agents.append(run.start((1, 5)))

@@ -343,8 +343,7 @@ def test_an_agent(
     # Torch reads its table once, when it makes the logger.
     monkeypatch.setitem(events._log_handlers, "dynamic_rendezvous", listens)
     monkeypatch.setattr(logger, "handlers", [listens])
-    # Torch ends it for good; pytest would then listen to torch's events in all later tests.
-    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "disabled", False)
     text, run_id = HOSTILE[kind], f"agent, {kind}"
     conf = {"metrics_port": "0", "local_addr": "127.0.0.1", "last_call_timeout": "0"}
     params = RendezvousParameters("redis", site.store.endpoint, run_id, 1, 2, **conf)
