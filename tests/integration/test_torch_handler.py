@@ -229,12 +229,13 @@ def test_a_node_too_many_disturbs_nobody(run: Run) -> None:
         assert not spare.done()
         time.sleep(0.1)
     members[0].set_closed()
-    # torch's own errors make its launcher fail; it raises the second before the spare registered.
+    # torch's own error makes its launcher fail. On a busy machine it takes a spare whose heartbeat is
+    # late for a newcomer to the closed run.
     mended = run.kind.startswith("mended")
-    stock = RendezvousGracefulExitError, RendezvousClosedError
-    with pytest.raises(SystemExit if mended else stock) as ended:
+    spares = SystemExit if mended else RendezvousGracefulExitError
+    with pytest.raises((spares, RendezvousClosedError)) as ended:
         spare.result(60)
-    assert not mended or ended.value.args == (0,)
+    assert not isinstance(ended.value, SystemExit) or ended.value.args == (0,)
 
 
 def test_closing_is_seen_by_all_and_keeps_newcomers_out(run: Run) -> None:
