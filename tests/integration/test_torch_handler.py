@@ -229,8 +229,8 @@ def test_a_node_too_many_disturbs_nobody(run: Run) -> None:
         assert not spare.done()
         time.sleep(0.1)
     members[0].set_closed()
-    # torch's own error makes its launcher fail. On a busy machine it takes a spare whose heartbeat is
-    # late for a newcomer to the closed run.
+    # torch's own error makes its launcher fail. On a busy machine it takes a spare whose heartbeat
+    # is late for a newcomer to the closed run.
     mended = run.kind.startswith("mended")
     spares = SystemExit if mended else RendezvousGracefulExitError
     with pytest.raises((spares, RendezvousClosedError)) as ended:
