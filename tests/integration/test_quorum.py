@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,7 +40,7 @@ from rdzv_plugins.stores.quorum.server import MemberThread
 from rdzv_plugins.stores.quorum.wire import CLIENT, NODE, Wire, encode, identify
 from rdzv_plugins.testing import KeyValueConformance, Store, TorchConformance
 from rdzv_plugins.testing.harness import present, until
-from rdzv_plugins.testing.threads import Background
+from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
 from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, started
@@ -696,6 +697,42 @@ class TestThreeMembers(KeyValueConformance, TorchConformance):
 def nodes(store: RunningStore) -> Sequence[ServerProcess]:
     assert store.server is not None
     return store.server.nodes
+
+
+def test_a_writer_learns_whether_it_won_while_members_stop(
+    served: RunningStore, run_id: str
+) -> None:
+    """While one member is stopped, others may replace a write before its writer is told of it."""
+    ended = threading.Event()
+
+    def stop_members() -> None:
+        while not ended.is_set():
+            for node in nodes(served):
+                node.pause()
+                ended.wait(0.2)
+                node.resume()
+                ended.wait(0.1)
+
+    def increment(client: KeyValueClient) -> None:
+        entry, won = client.get("key"), False
+        for _ in range(40):
+            while not won:
+                number = int(present(entry).value) + 1
+                entry, won = client.compare_and_set("key", b"%d" % number, present(entry).version)
+            won = False
+
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(contextlib.closing(served.open(run_id, request_timeout=30)))
+            for _ in range(6)
+        ]
+        stopping = Background(stop_members)
+        for _ in range(3):
+            clients[0].put("key", b"0")
+            together([partial(increment, client) for client in clients])
+            assert present(clients[0].get("key")).value == b"240"
+        ended.set()
+        stopping.result(10)
 
 
 def test_nobody_waits_for_a_member_that_is_killed_or_stopped(

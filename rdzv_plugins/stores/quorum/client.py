@@ -14,20 +14,27 @@ clients prove to each other that they know it.
 
 from __future__ import annotations
 
+import secrets
+import threading
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, Stored, segments
-from rdzv_plugins.kv.contract import Attendance, Capabilities, MembersUp
+from rdzv_plugins.kv.contract import (
+    Attendance,
+    Capabilities,
+    MembersUp,
+    RendezvousConnectionError,
+)
 from rdzv_plugins.kv.epochs import MARK, Epoch, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.register.messages import Held
 from rdzv_plugins.settings.endpoint import redact
 from rdzv_plugins.settings.run_ids import RESERVED
 from rdzv_plugins.stores.quorum.members import Members, Options
-from rdzv_plugins.stores.quorum.registers import FullError, NoMajorityError, Registers
+from rdzv_plugins.stores.quorum.registers import FullError, Registers
 from rdzv_plugins.stores.quorum.wire import OtherClusterError, SecretError
 
 __all__ = ["Client"]
@@ -35,9 +42,10 @@ __all__ = ["Client"]
 # How long `members_up` waits for members that are silent.
 _PATIENCE = 0.3
 
-# A value replaced by `_replace` is known for so many replacements more, by the bytes of its stamp.
-_STAMP, _EARLIER = STAMP_BYTES - 1, 16
-# A value begins with the number of these stamps, or with this where `_put` wrote it.
+# `_replace` writes before each value who wrote it last, one entry per thread of a client: the id of
+# the thread, and the stamp of the value. A client that was not told finds there what it wrote.
+_WRITER, _STAMP, _ENTRIES = 8, STAMP_BYTES - 1, 16
+# A value begins with the number of these entries, or with this where `_put` wrote it.
 _PUT = b"\x80"
 
 
@@ -58,6 +66,7 @@ class Client(EpochClient):
     ) -> None:
         super().__init__(f"quorum at {redact(endpoint)}", request_timeout)
         self._members = members = Members.of(endpoint, options)
+        self._seed = secrets.randbits(8 * _WRITER)
         self._namespace = "/".join(segments(namespace, options.prefix))
         self._registers = Registers(members.dialled, members.greeting, options.secret_bytes())
         self._connect(self._present)
@@ -121,20 +130,28 @@ class Client(EpochClient):
 
     def _replace_at(self, path: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         before, tries = seen.guard if seen is not None else None, 0
+        writer = (self._seed ^ threading.get_ident()).to_bytes(_WRITER, "big")
+        ours = writer + data[:_STAMP]
 
         def change(value: bytes | None) -> bytes | None:
             nonlocal tries
             tries += value == before
-            return _after(value, data) if value == before else value
+            return _after(value, ours, data) if value == before else value
 
         held = self._registers.change(self._key(path), change, limit)
-        earlier, now = _split(held or b"")
         # Another client may have settled this value and replaced it before this one was told.
-        known = {now[:_STAMP], *earlier}
-        if data[:_STAMP] in known:
+        entries, _ = _split(held or b"")
+        if ours in entries:
             return True
-        if tries and len(earlier) == _EARLIER and _split(before or b"")[1][:_STAMP] not in known:
-            raise NoMajorityError("others replaced the value too often to tell what became of it")
+        last = [*_split(before or b"")[0][:1]]
+        is_known = len(entries) < _ENTRIES or any(
+            it in last or it[:_WRITER] == writer for it in entries
+        )
+        if tries and not is_known:
+            raise RendezvousConnectionError(
+                f"{self.where}: over {_ENTRIES} others replaced '{path}' at once, so whether this "
+                "client did is unknown"
+            )
         return False
 
     def _put_at(self, values: Mapping[str, bytes], limit: Limit) -> None:
@@ -198,16 +215,17 @@ class Client(EpochClient):
         return {path: Stored.parse(_split(value)[1], value) for path, value in values.items()}
 
 
-def _after(value: bytes | None, data: bytes) -> bytes:
-    """A register's value: what it holds, behind the stamps of what it held before."""
-    earlier, before = _split(value) if value is not None else ([], b"")
-    stamps = [before[:_STAMP], *earlier][:_EARLIER] if len(before) >= _STAMP else []
-    return bytes([len(stamps)]) + b"".join(stamps) + data
+def _after(value: bytes | None, ours: bytes, data: bytes) -> bytes:
+    """A register's value: what it holds, behind the entries of those who wrote it."""
+    others = [it for it in _split(value or b"")[0] if it[:_WRITER] != ours[:_WRITER]]
+    entries = [ours, *others][:_ENTRIES]
+    return bytes([len(entries)]) + b"".join(entries) + data
 
 
 def _split(value: bytes) -> tuple[list[bytes], bytes]:
-    end = 1 + (value[0] % _PUT[0] if value else 0) * _STAMP
-    return [value[i : i + _STAMP] for i in range(1, end, _STAMP)], value[end:]
+    size = _WRITER + _STAMP
+    end = 1 + (value[0] % _PUT[0] if value else 0) * size
+    return [value[i : i + size] for i in range(1, end, size)], value[end:]
 
 
 def _put(data: bytes | None, _: bytes | None) -> bytes | None:
