@@ -100,14 +100,14 @@ BROKEN = {
     "tears": (
         PUT,
         PUT.replace("*rows", '*({**row, "data": row["data"][:-1]} for row in rows)')
-        + f"        limit.sleep(0.01)\n        self._ask(limit, {PUT}",
+        + f"        limit.sleep(0.2)\n        self._ask(limit, {PUT}",
         "test_killed_put_leaves_the_old_or_the_new_value[300]",
     ),
     "loses": (
         REPLACE,
         REPLACE
         + """            self._ask(limit, f"DELETE FROM runs WHERE run = :run AND key = :key", row)
-            limit.sleep(0.01)
+            limit.sleep(0.2)
             return self._replace(key, data, None, limit)
 """,
         "test_killed_compare_and_set_leaves_the_old_or_the_new_value[300]",

@@ -79,16 +79,16 @@ def test_rounds_whose_nodes_stand_in_shards_survive_deaths_too(
         return replace(rules_of(*args), inline=1)
 
     monkeypatch.setattr("rdzv_plugins.process.factory.rules_of", with_shards)
-    agents = [run.start((1, 5)) for _ in range(5)]
+    agents = [run.start((1, 5), links="false") for _ in range(5)]
     until(one_world(agents), 30)
     leader = agents[0].handler._node.document.leader  # type: ignore[union-attr]
     agents.sort(key=lambda agent: agent.handler._node.id != leader)
     agents.pop(0).crash()
     until(one_world(agents), 30)
-    until(run.tells("lost"), 30)
+    until(run.tells("lease ran out"), 30)
     agents.pop().leave()
     until(one_world(agents), 30)
-    agents.append(run.start((1, 5)))
+    agents.append(run.start((1, 5), links="false"))
     until(one_world(agents), 30)
 
 
