@@ -24,7 +24,7 @@ EXPLAINS_ITSELF = (
     "'…' is no fence, for it holds other data: a fence is a file of its own, beside the checkpoint",
     # The members of a quorum.
     "is full: its members hold up to 32 MiB each; delete runs that are over, with rdzv clean",
-    "others replaced the value too often to tell what became of it",
+    "so whether this client did is unknown",
     "has another secret than this one, so it takes no part: give all nodes the same",
     "…: name others with ports=..., or in the endpoint",
     # The command line and the options.
