@@ -13,8 +13,6 @@ from rdzv_plugins.cli import docs, local, orders, pages, run, runs
 from rdzv_plugins.cli.check import check
 from rdzv_plugins.cli.options import spread
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,

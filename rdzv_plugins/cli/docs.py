@@ -9,8 +9,6 @@ from urllib.parse import urljoin
 
 import typer
 
-__all__ = ["docs"]
-
 HERE = Path(__file__).resolve().parent
 
 # In a wheel `make build` has put the site here; in a checkout it is where `make docs` builds it.

@@ -6,8 +6,6 @@ import signal
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-__all__ = ["Interrupt"]
-
 _LOOK_SECONDS = 0.5
 
 

@@ -12,8 +12,6 @@ import typer
 from rdzv_plugins.cli.interrupt import Interrupt
 from rdzv_plugins.cli.options import ConfOption, RunOption, parse_conf
 
-__all__ = ["serve"]
-
 _NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_WRONLY
 
 

@@ -26,26 +26,6 @@ if TYPE_CHECKING:
     from rdzv_plugins.observe.inspection import Inspection
     from rdzv_plugins.settings.options import Settings
 
-__all__ = [
-    "DEFAULT_BACKEND",
-    "AboutRun",
-    "Access",
-    "ConfOption",
-    "JsonOption",
-    "OneRun",
-    "RunOption",
-    "complete_run",
-    "free_soon",
-    "in_vain",
-    "no_run",
-    "one_run",
-    "parse_conf",
-    "plain_console",
-    "print_json",
-    "spread",
-    "tell",
-]
-
 # The exit status of a command whose time to wait is over.
 _WAITED_IN_VAIN = 7
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from rdzv_plugins.protocol.effects import Effects
     from rdzv_plugins.protocol.orders import Given
 
-__all__ = ["accuse", "drain", "exclude", "excluded", "include", "resize", "restart"]
-
 # The name with which a command rings the leader's bell.
 _GIVER = "rdzv"
 

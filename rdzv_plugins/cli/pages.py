@@ -13,8 +13,6 @@ import typer
 from rdzv_plugins.cli.interrupt import Interrupt
 from rdzv_plugins.cli.options import Access
 
-__all__ = ["dashboard", "exporter"]
-
 HostOption = Annotated[
     str, typer.Option(help="address to listen at; one that others reach needs a token")
 ]

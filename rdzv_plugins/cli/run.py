@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 
 import typer
 
-__all__ = ["VERBATIM", "launch", "run"]
-
 VERBATIM: dict[str, Any] = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from rdzv_plugins.observe.inspection import Inspection, NodeState
     from rdzv_plugins.observe.survey import Seen
 
-__all__ = ["clean", "close", "history", "list_runs", "status", "watch"]
-
 _NODES_SHOWN = 32
 _ROUNDS_SHOWN = 10
 # On a small screen so many come before nodes that are as they should be; the lines of a frame.

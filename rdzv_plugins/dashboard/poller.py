@@ -20,8 +20,6 @@ from rdzv_plugins.observe.survey import Survey
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.protocol.states import State
 
-__all__ = ["Poller", "Snapshot", "sizes"]
-
 # How often the store is read while somebody looks, and while nobody does, in seconds.
 _INTERVAL = 1.0
 _IDLE_INTERVAL = 15.0

@@ -30,8 +30,6 @@ from rdzv_plugins.observe.page_access import HEALTH, PageAccess
 from rdzv_plugins.observe.survey import Survey
 from rdzv_plugins.settings.endpoint import at
 
-__all__ = ["Dashboard"]
-
 # A stream looks this often whether the server ends; proxies close one that is silent for longer.
 _LOOK_SECONDS = 1.0
 _SILENT_SECONDS = 15.0

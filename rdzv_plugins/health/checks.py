@@ -8,8 +8,6 @@ import unicodedata
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["CallCheck", "CannotRunError", "Check", "last_line"]
-
 _LONGEST_REASON = 200
 
 # Codes that colour a terminal's text, as many programs print it into a pipe too.

@@ -15,8 +15,6 @@ from rdzv_plugins.health.checks import CannotRunError, last_line
 from rdzv_plugins.kv import ExhaustedError
 from rdzv_plugins.settings.environment import inherited
 
-__all__ = ["CommandCheck", "arguments_of"]
-
 # How soon it is noticed that nobody waits for the command any more.
 _LOOK_SECONDS = 0.05
 # Bytes of its output that are kept; the reason is at the end.

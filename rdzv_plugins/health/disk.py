@@ -6,8 +6,6 @@ import os
 import shutil
 import tempfile
 
-__all__ = ["check"]
-
 _GIB = 1 << 30
 _BLOCK = b"\0" * 4096
 

@@ -18,8 +18,6 @@ from rdzv_plugins.kv import Attempts, exhausted
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.settings.parsing import alternatives
 
-__all__ = ["SHIPPED", "Gate", "gate_of", "refuse_unknown_checks"]
-
 SHIPPED = ("gpu", "disk", "network")
 """The checks of this package, by name."""
 

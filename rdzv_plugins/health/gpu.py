@@ -12,8 +12,6 @@ from typing import Any
 
 from rdzv_plugins.health.checks import CannotRunError
 
-__all__ = ["GpuCheck"]
-
 # Errors in the kernel's log that end with a reset of the GPU or a technician; the others may be the
 # job's own, or are mended by the driver. See NVIDIA's "XID Errors".
 _BROKEN = {

@@ -11,8 +11,6 @@ import socket
 import time
 from collections.abc import Callable
 
-__all__ = ["check"]
-
 _DIAL_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
 

@@ -25,8 +25,6 @@ from rdzv_plugins.observe.survey import Seen, Survey
 from rdzv_plugins.protocol.documents import Phase, RoundDocument
 from rdzv_plugins.protocol.situation import to_join_again
 
-__all__ = ["EXPORTED", "Exporter"]
-
 log = logging.getLogger(__name__)
 
 # Several scrapers at once make one read.

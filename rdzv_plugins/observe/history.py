@@ -40,18 +40,6 @@ from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocu
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.settings.run_ids import is_possible
 
-__all__ = [
-    "EXCLUDED",
-    "LIST",
-    "Archive",
-    "Listed",
-    "Row",
-    "archive_run_id",
-    "free_now",
-    "list_runs",
-    "read_list",
-]
-
 _ENDED = "ended/"
 _ROUNDS = "rounds/"
 LIST = "!runs"

@@ -38,19 +38,6 @@ from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso, shown
 from rdzv_plugins.protocol.words import call_ends, diagnose, of_run
 
-__all__ = [
-    "LOOK_SECONDS",
-    "NOTHING_STORED",
-    "SCHEMA",
-    "Condition",
-    "Inspection",
-    "NodeState",
-    "delete_run",
-    "is_torchs",
-    "settle",
-    "what_it_was",
-]
-
 NOTHING_STORED = "nothing is stored under this id: check the id and the prefix"
 """The answer of all commands for an id that they do not find."""
 

@@ -8,8 +8,6 @@ from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.protocol.effects import Tell
 from rdzv_plugins.protocol.node import Node
 
-__all__ = ["RunLog", "is_told", "set_up", "told"]
-
 _PACKAGE = "rdzv_plugins"
 
 # As torch's: I1122 13:20:01.250000 4711 rdzv_plugins.process.handler:208] ...

@@ -41,21 +41,6 @@ from rdzv_plugins.settings.options import Settings
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-__all__ = [
-    "CAUSES",
-    "METRICS",
-    "STATES",
-    "TABLE",
-    "By",
-    "Measured",
-    "Metric",
-    "MetricKind",
-    "Report",
-    "Sample",
-    "build",
-    "refuse_unless_installed",
-]
-
 T = TypeVar("T")
 
 CAUSES = (*round_record.CAUSES, "other")

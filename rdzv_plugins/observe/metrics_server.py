@@ -22,8 +22,6 @@ from rdzv_plugins.kv import exhausted
 from rdzv_plugins.observe import page_access
 from rdzv_plugins.observe.page_access import PageAccess
 
-__all__ = ["MetricsServer"]
-
 log = logging.getLogger(__name__)
 
 # A client has so long to send its request, and to read the answer, whatever it sends or reads.

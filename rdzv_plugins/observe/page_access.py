@@ -17,8 +17,6 @@ from http import HTTPStatus
 from rdzv_plugins.peers.addresses import is_loopback
 from rdzv_plugins.settings.options import Settings, UnreadableFileError
 
-__all__ = ["HEALTH", "LOOPBACK", "PageAccess", "Refusal", "refuse_open_metrics"]
-
 LOOPBACK = "127.0.0.1"
 """Where a server listens that is told nothing else."""
 

@@ -19,8 +19,6 @@ from rdzv_plugins.observe.history import LIST, Archive, Listed, Row, read_list
 from rdzv_plugins.observe.inspection import LOOK_SECONDS, SCHEMA, Condition, Inspection, what_it_was
 from rdzv_plugins.protocol.documents import Outcome
 
-__all__ = ["Seen", "Survey"]
-
 log = logging.getLogger(__name__)
 
 _BRIEF_WATCH_SECONDS = 1.0

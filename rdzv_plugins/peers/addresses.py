@@ -19,30 +19,6 @@ import ifaddr
 
 from rdzv_plugins.settings.endpoint import Place
 
-__all__ = [
-    "ANY_PORT",
-    "Candidate",
-    "OwnAddress",
-    "address_on",
-    "candidates",
-    "dial_self",
-    "dialled_here",
-    "gloo_address",
-    "interface_of",
-    "is_at_loopback",
-    "is_local",
-    "is_loopback",
-    "is_out_of_reach",
-    "is_own_ip",
-    "lacking_version",
-    "listen",
-    "loopback",
-    "node_address",
-    "own_names",
-    "resolved",
-    "route_to",
-]
-
 T = TypeVar("T")
 Address = IPv4Address | IPv6Address
 

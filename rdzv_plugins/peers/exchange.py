@@ -14,8 +14,6 @@ import time
 from rdzv_plugins.kv.gate import is_master
 from rdzv_plugins.peers.listener import Line, Listener
 
-__all__ = ["EXCHANGED", "answer", "dial", "exchange"]
-
 EXCHANGED = 4 << 20
 """Bytes each way."""
 

@@ -34,8 +34,6 @@ from typing import Any
 from rdzv_plugins.peers.listener import Line, Listener, unforked
 from rdzv_plugins.protocol.contact import Standing
 
-__all__ = ["Links"]
-
 _OPENING = b"rdzv-plugins link "
 _NONCE = 16  # Characters; a digest of who greets follows.
 _FAREWELL = b"bye\n"

@@ -21,8 +21,6 @@ from weakref import WeakSet
 
 from rdzv_plugins.peers.addresses import ANY_PORT, listen
 
-__all__ = ["Line", "Listener", "unforked"]
-
 _GREETING_SECONDS = 5.0
 # Clients that have not greeted yet, or that have something to exchange.
 _MOST_CLIENTS = 16

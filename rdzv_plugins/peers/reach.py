@@ -16,8 +16,6 @@ from rdzv_plugins.kv import exhausted, missing_for_workers
 from rdzv_plugins.peers.addresses import gloo_address, interface_of, is_loopback
 from rdzv_plugins.peers.exchange import dial
 
-__all__ = ["Reach", "gloo_fault"]
-
 _DIAL_SECONDS = 5.0
 _STOP_SECONDS = 0.2
 # A round that ends at once has nobody at MASTER any more: look again before it is told.

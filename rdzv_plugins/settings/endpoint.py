@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote
 
-__all__ = ["Endpoint", "Place", "at", "parse_endpoint", "redact", "redact_urls"]
-
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:

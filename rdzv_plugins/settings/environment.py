@@ -8,14 +8,6 @@ import threading
 from collections import ChainMap
 from collections.abc import Mapping
 
-__all__ = [
-    "ENVIRONMENT_PREFIX",
-    "environment",
-    "give_back",
-    "inherited",
-    "withhold",
-]
-
 ENVIRONMENT_PREFIX = "RDZV_PLUGINS_"
 
 # The variables that workers and checks are not given: those of this package, and of stores

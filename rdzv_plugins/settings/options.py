@@ -15,17 +15,6 @@ from typing import Any
 
 from rdzv_plugins.settings import topology
 
-__all__ = [
-    "OptionError",
-    "ServerOptions",
-    "Settings",
-    "StoreOptions",
-    "UnreadableFileError",
-    "first_line",
-    "given_or_in_file",
-    "option",
-]
-
 _LARGEST_PORT = 65535
 
 # Rank 0's TCPStore needs that of a round, while the round before may have its own still.

@@ -11,20 +11,6 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from rdzv_plugins.settings.environment import ENVIRONMENT_PREFIX
 from rdzv_plugins.settings.options import Settings
 
-__all__ = [
-    "COUNTERPARTS",
-    "TIMEOUT_OF_TORCH",
-    "WITHOUT_EFFECT",
-    "alternatives",
-    "idle_options",
-    "option_names",
-    "parse_options",
-    "refused_options",
-    "unknown_options",
-    "unknown_variables",
-    "without_effect",
-]
-
 # torch's launcher adds its time-out, a number, to every --rdzv-conf that has none, which torchrun
 # reads as text (LaunchConfig.__post_init__). Any other time-out is somebody's, for join_timeout.
 TIMEOUT_OF_TORCH = "timeout"

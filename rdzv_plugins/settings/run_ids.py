@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["RESERVED", "is_possible", "refuse_unless_possible", "why_no_log_folder"]
-
 RESERVED = "!"
 """The ids of the records that this package keeps beside the runs begin so; see `archive`."""
 

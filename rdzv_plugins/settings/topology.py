@@ -10,8 +10,6 @@ import uuid
 import warnings
 from collections.abc import Mapping
 
-__all__ = ["find_domain", "levels"]
-
 # It stands in the record of each node, which a leader of thousands of nodes reads.
 _LONGEST = 200
 

@@ -28,8 +28,6 @@ from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.kv.retry import store_is_away
 from rdzv_plugins.torch.c10d_store import KeyValueStore
 
-__all__ = ["AgentStore"]
-
 _ROLE = "torchelastic/role_info/"
 _RANKS = "torchelastic/assigned_ranks/"
 _EXIT_BARRIER = "torchelastic/agent/terminal_state"

@@ -34,13 +34,6 @@ from rdzv_plugins.settings.parsing import option_names
 from rdzv_plugins.torch.c10d_store import KeyValueStore
 from rdzv_plugins.torch.rendezvous_backend import TORCH_STORE_PREFIX, KeyValueBackend
 
-__all__ = [
-    "TAKES_KEEP_ALIVE",
-    "MendedDynamicRendezvousHandler",
-    "check_settings",
-    "create_torch_handler",
-]
-
 TAKES_KEEP_ALIVE = (
     "keep_alive_interval" in signature(DynamicRendezvousHandler.from_backend).parameters
 )

@@ -19,8 +19,6 @@ from torch.distributed.elastic.events import record_rdzv_event
 from torch.distributed.elastic.events.api import NodeState, RdzvEvent
 from torch.distributed.elastic.metrics.api import put_metric
 
-__all__ = ["Events"]
-
 log = logging.getLogger(__name__)
 
 _CLASS = "DynamicRendezvousHandler."

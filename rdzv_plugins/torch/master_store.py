@@ -15,8 +15,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from rdzv_plugins.kv import require_descriptors
 from rdzv_plugins.peers.addresses import ANY_PORT, is_own_ip, listen, loopback
 
-__all__ = ["TAKES_SOCKETS", "open_store"]
-
 TAKES_SOCKETS = torch.__version__ >= "2.8"
 """Whether this torch's TCPStore listens with a socket of ours; that of torch 2.7 does not."""
 

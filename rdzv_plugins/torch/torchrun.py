@@ -8,8 +8,6 @@ from argparse import Namespace
 from inspect import signature
 from pathlib import Path
 
-__all__ = ["OURS", "agent_ends_first", "idle_arguments", "makes_log_folders", "max_restarts"]
-
 OURS = "rdzv run"
 """The first of ``sys.argv`` in the process of `rdzv run`."""
 

@@ -13,8 +13,6 @@ import typer
 
 from rdzv_plugins.cli.options import Access, print_json
 
-__all__ = ["check"]
-
 
 def check(
     access: Access,

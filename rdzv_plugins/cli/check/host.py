@@ -27,8 +27,6 @@ from rdzv_plugins.settings.endpoint import Place, at
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.stores import client_class
 
-__all__ = ["check_address", "check_health", "check_peers"]
-
 # Seconds until an address counts as one that does not answer.
 _PATIENCE = 3.0
 

@@ -35,8 +35,6 @@ from rdzv_plugins.settings.parsing import (
 from rdzv_plugins.settings.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.stores import client_class, strange_variables
 
-__all__ = ["Chosen", "Job", "check_options", "check_secrets", "parse_nnodes", "parse_peers"]
-
 # A user who reads the store can try secrets by the million.
 _SHORTEST_SECRET = 16
 _PASSWORD = re.compile(

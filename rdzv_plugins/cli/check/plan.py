@@ -20,8 +20,6 @@ from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.stores import open_run
 
-__all__ = ["SCHEMA", "carry_out", "report", "sentence", "show", "status"]
-
 SCHEMA = 1
 """Of `report`; a change that breaks its readers raises it."""
 

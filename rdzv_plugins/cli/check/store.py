@@ -31,17 +31,6 @@ from rdzv_plugins.peers.addresses import address_on
 from rdzv_plugins.settings.endpoint import at, redact
 from rdzv_plugins.settings.options import Settings
 
-__all__ = [
-    "check_contention",
-    "check_heartbeats",
-    "check_requests",
-    "check_run",
-    "check_size",
-    "check_store",
-    "check_wake_up",
-    "nodes_within",
-]
-
 Open = Callable[[str], KeyValueClient]
 
 _ERRORS = (RendezvousConnectionError, RendezvousStateError)
