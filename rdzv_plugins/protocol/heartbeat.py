@@ -87,18 +87,18 @@ class Heartbeat:
         self._answers_until = self._clock() + _ANSWERS_FOR * (self._rules.answer or 0.0)
         self.require(rings=True)
 
-    def keep_alive(self, last_call: tuple[int, int] | None) -> Effects[None]:
+    def keep_alive(self, last_call: Callable[[], tuple[int, int] | None]) -> Effects[None]:
         """Beat once an interval, and look at the others; write a changed record at once.
 
         Args:
-            last_call: as `documents.NodeRecord.last_call`.
+            last_call: tells `documents.NodeRecord.last_call`.
         """
         interval_over = self._clock() >= self._next
         if interval_over and not self._is_due:
             self.amend(may_grow=False)  # The moment is over.
         if self._is_due or interval_over:
             due = min(self._clock(), self._next)
-            yield from self._write(last_call)
+            yield from self._write(last_call())
             self._seen.beat_was_late(self._clock() - due)
             # Never sooner than an interval. The random part keeps thousands of nodes out of step.
             pause = self._rules.interval * (1 + 0.1 * self._chance.random())

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from rdzv_plugins.protocol import words
 from rdzv_plugins.protocol.documents import RoundDocument
-from rdzv_plugins.protocol.rules import Rules
 
 __all__ = ["Join", "Orders"]
 
@@ -47,8 +46,8 @@ class Join:
         pace: when the sentence of a join that waits is told.
     """
 
-    def __init__(self, rules: Rules, timeout: float, clock: Callable[[], float]) -> None:
-        self._rules, self._timeout, self._clock = rules, timeout, clock
+    def __init__(self, timeout: float, clock: Callable[[], float]) -> None:
+        self._timeout, self._clock = timeout, clock
         self.waits = False
         self.asked_at = self.deadline = 0.0
         self.given: RoundDocument | None = None

@@ -29,6 +29,7 @@ from rdzv_plugins.protocol.documents import (
     CorruptDocumentError,
     Found,
     NodeRecord,
+    Outcome,
     Phase,
     RoundDocument,
     SealedRunError,
@@ -136,7 +137,7 @@ class Node:
         # Since when the store has accepted no heartbeat of this node.
         self._contact = Contact(rules, clock)
         self._orders = Orders()
-        self._join = Join(rules, join_timeout, clock)
+        self._join = Join(join_timeout, clock)
         self._heartbeat = Heartbeat(node_id, record, rules, clock, chance, wall, seen)
         self._lead = Lead(node_id, rules, clock, wall, seen, self._heartbeat)
         self._master = Master(rules.lease, clock)
@@ -479,7 +480,7 @@ class Node:
                 yield from seen.read_document()
                 self._reads_first = False
             self._take_orders()  # Again: what it beats next is not to be outdated.
-            yield from self._heartbeat.keep_alive(self._lead.last_call())
+            yield from self._heartbeat.keep_alive(self._lead.last_call)
         yield from seen.observe()
         while seen.refused:
             yield from Tell("unreadable", f"it counts as absent: {seen.refused.pop(0)}")
@@ -665,7 +666,7 @@ class Node:
         yield from Tell("round", f"{text} ({document.reason})")
         yield from self._end_join(JoinOutcome(document=document))
 
-    def _close(self, document: RoundDocument, outcome: Any, why: str) -> Effects[None]:
+    def _close(self, document: RoundDocument, outcome: Outcome, why: str) -> Effects[None]:
         # The same words as shutdown()'s, which finishes this if it is interrupted.
         self.closing = True
         try:
