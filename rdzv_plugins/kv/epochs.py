@@ -30,8 +30,6 @@ from rdzv_plugins.kv.base import Limit, StoreClient, Stored, stamped, version_of
 from rdzv_plugins.kv.contract import Version
 from rdzv_plugins.kv.gate import SMALL_BYTES, RefusedValueError, Seconds, decode
 
-__all__ = ["MARK", "Epoch", "EpochClient"]
-
 MARK = "!"
 """The path of the mark."""
 

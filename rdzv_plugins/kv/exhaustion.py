@@ -16,16 +16,6 @@ from collections.abc import Callable
 
 from rdzv_plugins.kv.contract import RendezvousConnectionError
 
-__all__ = [
-    "Attempts",
-    "ExhaustedError",
-    "as_outage",
-    "exhausted",
-    "is_signal",
-    "missing_for_workers",
-    "require_descriptors",
-]
-
 _ERRNOS = {
     errno.EMFILE: "this process may open no more files (see ulimit -n)",
     errno.ENFILE: "this host can open no more files",

@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Finding", "Mark", "of_connection", "of_space", "of_version"]
-
 # A server of which so much is taken has little left.
 _MUCH = 0.9
 

@@ -18,34 +18,6 @@ from msgspec.structs import replace
 
 from rdzv_plugins.kv.contract import UNREADABLE
 
-__all__ = [
-    "DOCUMENT_BYTES",
-    "KNOWN_HOSTS",
-    "LEASES",
-    "RECORD_BYTES",
-    "SHARD_BYTES",
-    "SMALL_BYTES",
-    "Clock",
-    "Count",
-    "Id",
-    "Key",
-    "Lasted",
-    "Long",
-    "Moment",
-    "Nodes",
-    "RefusedValueError",
-    "Seconds",
-    "Text",
-    "cleaned",
-    "decode",
-    "is_host",
-    "is_master",
-    "is_time",
-    "may_hold_controls",
-    "plain",
-    "refuse_size",
-]
-
 T = TypeVar("T")
 
 # Bytes of a value. A document of 100,000 participants, half of them lost, has 2 MB.

@@ -15,8 +15,6 @@ from rdzv_plugins.kv.contract import (
     parse_counter,
 )
 
-__all__ = ["MemoryClient", "MemoryServer"]
-
 
 @dataclass(slots=True)
 class MemoryServer:

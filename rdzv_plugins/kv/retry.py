@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from rdzv_plugins.kv.contract import ClientClosedError, RendezvousConnectionError
 
-__all__ = ["longest_pause", "pause_after", "retry", "store_is_away"]
-
 T = TypeVar("T")
 
 

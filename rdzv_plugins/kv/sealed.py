@@ -36,16 +36,6 @@ from rdzv_plugins.kv.retry import pause_after
 from rdzv_plugins.settings.options import UnreadableFileError
 from rdzv_plugins.settings.run_ids import RESERVED
 
-__all__ = [
-    "MARK",
-    "NO_SECRET_HERE",
-    "OVERHEAD",
-    "ForeignValueError",
-    "SealedClient",
-    "is_sealed",
-    "why_unreadable",
-]
-
 log = logging.getLogger(__name__)
 
 MARK = b"\0rs1"

@@ -62,8 +62,6 @@ from rdzv_plugins.process.stopping import stop
 from rdzv_plugins.process.worker import VARIABLE
 from rdzv_plugins.stores import is_store
 
-__all__ = ["RunAgent", "torchrun"]
-
 log = logging.getLogger(__name__)
 
 # torch has so long to take note of the end of a worker; one that hangs in the kernel has none.

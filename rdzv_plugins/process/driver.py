@@ -37,8 +37,6 @@ from rdzv_plugins.protocol.documents import BELL_KEY, NODES_PREFIX, STORE_PREFIX
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.round_record import RoundRecord
 
-__all__ = ["Driver", "Watcher", "carry_out", "perform", "watched"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

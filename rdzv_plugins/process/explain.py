@@ -18,8 +18,6 @@ from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 
-__all__ = ["Refusal", "what_failed"]
-
 # Others are told so many characters of an error.
 _LONGEST_REASON = 200
 

@@ -15,8 +15,6 @@ from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.settings.options import Settings
 
-__all__ = ["Fitness"]
-
 # Between two runs of the checks of a node that is unfit: twice as long each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 

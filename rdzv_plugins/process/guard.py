@@ -19,8 +19,6 @@ import time
 import weakref
 from collections.abc import Collection, Iterable
 
-__all__ = ["Guard", "processes"]
-
 log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 2.0

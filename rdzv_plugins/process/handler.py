@@ -94,8 +94,6 @@ from rdzv_plugins.torch.torchrun import (
     max_restarts,
 )
 
-__all__ = ["StoreRendezvousHandler"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -18,8 +18,6 @@ from rdzv_plugins.peers.addresses import dial_self, is_local, is_own_ip, listen
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.torch.master_store import open_store
 
-__all__ = ["MasterServers"]
-
 # The least time-out for opening a TCPStore. Opening takes 10 s where a DNS server does not answer.
 _OPEN_SECONDS = 30.0
 

@@ -22,8 +22,6 @@ from types import FrameType
 
 from rdzv_plugins.kv import Attempts, exhausted
 
-__all__ = ["SignalWatch", "deaf_parent"]
-
 log = logging.getLogger(__name__)
 
 _FATAL = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)

@@ -15,8 +15,6 @@ from contextlib import suppress
 
 from rdzv_plugins.process.guard import processes
 
-__all__ = ["stop"]
-
 log = logging.getLogger(__name__)
 
 # What a worker left behind that ended by itself has so long to stop, in seconds. Before that, some

@@ -16,15 +16,6 @@ from msgspec.structs import replace
 from rdzv_plugins.protocol.documents import Accusation, NodeRecord, RoundDocument
 from rdzv_plugins.protocol.rules import View
 
-__all__ = [
-    "found_gone",
-    "judged",
-    "naming_the_accused",
-    "still_accused",
-    "until_a_verdict",
-    "until_answered",
-]
-
 # Accusations of at least _FEWEST nodes, and of more than one in _LARGE_PART, lose nobody: a mesh
 # that restarts refuses for all nodes, and what slows all of them down keeps them from answering.
 _LARGE_PART, _FEWEST = 3, 8

@@ -36,8 +36,6 @@ from rdzv_plugins.protocol.roster import apart, known_ranks
 from rdzv_plugins.protocol.round_record import Durations, record_of
 from rdzv_plugins.protocol.rules import INLINE
 
-__all__ = ["close_run", "let_expire", "tidy_up"]
-
 _TOMBSTONE_ATTEMPTS = 3
 
 

@@ -15,8 +15,6 @@ from enum import StrEnum
 
 from rdzv_plugins.protocol.rules import Rules
 
-__all__ = ["Contact", "Standing"]
-
 
 class Standing(StrEnum):
     """What a node says of itself over its links, in one character."""

@@ -80,8 +80,6 @@ from rdzv_plugins.protocol.situation import (
 )
 from rdzv_plugins.protocol.sizes import Sizes
 
-__all__ = ["decide", "lead", "rejoin_patience"]
-
 # How long each heir of the leader waits for the heir before it: many times a compare-and-set.
 _TURN_SECONDS = 0.05
 

@@ -40,33 +40,6 @@ from rdzv_plugins.kv.gate import (
 )
 from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
 
-__all__ = [
-    "BELL_KEY",
-    "NODES_PREFIX",
-    "NO_FAULTS",
-    "STATE_KEY",
-    "STORE_PREFIX",
-    "TORCH_STATE_KEY",
-    "Accusation",
-    "Cause",
-    "CorruptDocumentError",
-    "Exclusion",
-    "Faults",
-    "Found",
-    "Names",
-    "NodeRecord",
-    "Outcome",
-    "Phase",
-    "RoundDocument",
-    "SealedRunError",
-    "Shards",
-    "Status",
-    "Strikes",
-    "digest_of",
-    "labels",
-    "store_prefix",
-]
-
 T = TypeVar("T")
 
 Ids = Annotated[tuple[Id, ...], Long]

@@ -15,36 +15,6 @@ from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.protocol.rules import Failure
 from rdzv_plugins.protocol.words import Diagnosis
 
-__all__ = [
-    "LOCAL",
-    "Begin",
-    "CompareAndSet",
-    "DialPeer",
-    "Drop",
-    "DropStores",
-    "Effect",
-    "Effects",
-    "Expire",
-    "FinishJoin",
-    "HoldLinks",
-    "JoinOutcome",
-    "List",
-    "OpenMaster",
-    "Park",
-    "PutRecord",
-    "PutShards",
-    "PutTombstone",
-    "Read",
-    "ReadExclusions",
-    "ReadTombstone",
-    "RecordHistory",
-    "Register",
-    "Rest",
-    "Ring",
-    "Tell",
-    "after_refusal",
-]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from rdzv_plugins.protocol.effects import Effects, PutRecord
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.rules import Rules
 
-__all__ = ["Heartbeat"]
-
 # The record says how long the store took, in milliseconds, from this time on.
 _SLOW = 50
 # An accused node beats so often within the time that it has, and for so many times as long.

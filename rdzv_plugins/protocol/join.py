@@ -7,8 +7,6 @@ from collections.abc import Callable
 from rdzv_plugins.protocol import words
 from rdzv_plugins.protocol.documents import RoundDocument
 
-__all__ = ["Join", "Orders"]
-
 
 class Orders:
     """Orders and reports of the agent's threads that the node has not taken up yet.

@@ -17,8 +17,6 @@ from rdzv_plugins.protocol.policies.growth import last_call
 from rdzv_plugins.protocol.round_record import Durations
 from rdzv_plugins.protocol.rules import Rules
 
-__all__ = ["Lead"]
-
 # A leader for whom nobody has rung the bell for so long has time for what nobody waits for: to read
 # the exclusions, and to write when the last call ends.
 _QUIET_SECONDS = 0.05

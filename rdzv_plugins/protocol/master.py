@@ -8,8 +8,6 @@ from rdzv_plugins.kv import Attempts, RendezvousStateError
 from rdzv_plugins.protocol.documents import RoundDocument
 from rdzv_plugins.protocol.effects import Effects, OpenMaster, Tell
 
-__all__ = ["Master"]
-
 # A TCPStore opens within a few milliseconds, unless name resolution hangs.
 _AT_ONCE_SECONDS = 0.05
 

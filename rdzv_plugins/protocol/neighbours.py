@@ -18,8 +18,6 @@ from rdzv_plugins.protocol.join import Join
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.rules import Rules
 
-__all__ = ["Neighbours"]
-
 # While a round begins, other nodes wait for the store and agents start workers. A process that dies
 # before it has links costs the others its lease.
 _AFTER_START_SECONDS = 0.1

@@ -15,8 +15,6 @@ from rdzv_plugins.protocol.effects import DialPeer, Effects, Read, Tell
 from rdzv_plugins.protocol.policies.network import partner_in
 from rdzv_plugins.protocol.roster import ranks_in, shard_key
 
-__all__ = ["NetworkCheck"]
-
 # Data are exchanged within that as a rule; a node looks after the rest meanwhile.
 _AT_ONCE_SECONDS = 0.05
 

@@ -69,8 +69,6 @@ from rdzv_plugins.protocol.rules import Failure
 from rdzv_plugins.protocol.situation import nodes_waiting, waits_for_a_living_round
 from rdzv_plugins.protocol.wall_clock import shown
 
-__all__ = ["Node"]
-
 # A node makes its links so long after it has confirmed its rank, if the round does not run by then:
 # it may wait for a node that has died meanwhile.
 _LINKS_SECONDS = 1.0

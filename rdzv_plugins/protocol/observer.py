@@ -35,8 +35,6 @@ from rdzv_plugins.protocol.roster import (
 )
 from rdzv_plugins.protocol.rules import Rules
 
-__all__ = ["Observer", "with_rank"]
-
 # A leader rests this long per record between two listings: a thousand joins then cost a handful of
 # listings instead of a thousand.
 _REST_PER_RECORD = 20e-6

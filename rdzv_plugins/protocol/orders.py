@@ -37,18 +37,6 @@ from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.situation import is_done
 from rdzv_plugins.protocol.sizes import Sizes, needed, world_size
 
-__all__ = [
-    "Given",
-    "accuse",
-    "drain",
-    "exclude",
-    "give",
-    "include",
-    "nodes_named",
-    "resize",
-    "restart",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:

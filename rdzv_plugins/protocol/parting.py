@@ -27,19 +27,6 @@ from rdzv_plugins.protocol.sizes import Sizes, world_size
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.node import Node
 
-__all__ = [
-    "Parting",
-    "Service",
-    "all_live",
-    "close_as_member",
-    "follows_from_a_loss",
-    "give_up",
-    "goes_on_without",
-    "lost_one",
-    "newcomers_with",
-    "others_go_on",
-]
-
 # How often a new node whose workers failed tries again under torchrun; not with the last restart.
 _TRIES = 1
 

@@ -9,8 +9,6 @@ from rdzv_plugins.kv import Entry, RendezvousStateError, Version
 from rdzv_plugins.kv.gate import LEASES, is_host, plain
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 
-__all__ = ["RecordCache", "readable"]
-
 # The last beats of so many nodes are remembered whose records are gone.
 _MOST_GONE = 1 << 16
 _START = len(NODES_PREFIX)

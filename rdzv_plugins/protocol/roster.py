@@ -32,20 +32,6 @@ from rdzv_plugins.protocol.documents import (
 if TYPE_CHECKING:
     from rdzv_plugins.kv import Entry
 
-__all__ = [
-    "MISSING",
-    "ROSTER_PREFIX",
-    "apart",
-    "complete",
-    "known_ranks",
-    "members_by_their_records",
-    "prefixes",
-    "ranks_in",
-    "shard_key",
-    "shard_mates",
-    "shards_of",
-]
-
 ROSTER_PREFIX = "roster/"
 MISSING = "/roster"
 """Stands for a roster that nobody can read among the nodes that a leader watches; no node's id."""

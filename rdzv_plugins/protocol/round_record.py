@@ -11,8 +11,6 @@ from msgspec import Meta
 from rdzv_plugins.kv.gate import Count, Id, Key, Lasted, Nodes, Seconds, Text, plain
 from rdzv_plugins.protocol.documents import Names, NodeRecord, Outcome, Phase, RoundDocument
 
-__all__ = ["CAUSES", "Durations", "Member", "RoundRecord", "record_of"]
-
 CAUSES = ("lost", "left", "failed", "joined", "evicted", "held", "drained", "excluded")
 """The fields of `documents.Cause`, and of `RoundRecord`, that name nodes."""
 

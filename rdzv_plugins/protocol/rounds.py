@@ -24,20 +24,6 @@ from rdzv_plugins.protocol.situation import Situation, round_in, without
 
 NOBODY: Mapping[str, Accusation] = {}
 
-__all__ = [
-    "amended",
-    "caught_up",
-    "evicting",
-    "founded",
-    "leaving_out",
-    "naming",
-    "naming_participants",
-    "next_round",
-    "with_orders_of",
-    "without_roster",
-    "without_the_gone",
-]
-
 
 def founded(view: View, note: str) -> RoundDocument:
     """The document of a new run, which this node leads."""

@@ -21,26 +21,6 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.failure_detector import Watched
 
-__all__ = [
-    "INLINE",
-    "Abdicate",
-    "Action",
-    "AskTombstone",
-    "Close",
-    "Confirm",
-    "Doubt",
-    "Fail",
-    "Failure",
-    "ListRecords",
-    "Rules",
-    "SetRecord",
-    "Start",
-    "View",
-    "Wait",
-    "Write",
-]
-
-
 INLINE = 128
 """See `Rules.inline`."""
 

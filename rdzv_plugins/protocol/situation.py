@@ -23,23 +23,6 @@ from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.rules import Rules, View
 from rdzv_plugins.protocol.sizes import Sizes, world_size
 
-__all__ = [
-    "Situation",
-    "assess",
-    "assess_from_outside",
-    "fits",
-    "has_rejoined",
-    "is_done",
-    "is_full",
-    "lost_nodes",
-    "nodes_waiting",
-    "round_in",
-    "to_join_again",
-    "unconfirmed",
-    "waits_for_a_living_round",
-    "without",
-]
-
 _NOBODY: frozenset[str] = frozenset()
 
 

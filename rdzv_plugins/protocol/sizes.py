@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
 from rdzv_plugins.protocol.rules import Rules
 
-__all__ = ["Sizes", "in_domains", "needed", "world_size"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:

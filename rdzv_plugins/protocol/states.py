@@ -8,8 +8,6 @@ from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, St
 from rdzv_plugins.protocol.policies.kept_out import exclusion_of
 from rdzv_plugins.protocol.situation import fits
 
-__all__ = ["State", "is_due", "state_of"]
-
 # A node's heartbeats are up to 1.1 intervals apart; the rest is for slow requests.
 _DUE_INTERVALS = 1.2
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-__all__ = ["CLOCKS_DIFFER", "as_iso", "shown"]
-
 CLOCKS_DIFFER = 5.0
 """Seconds by which clocks differ that are told of; less may be how long a heartbeat took."""
 

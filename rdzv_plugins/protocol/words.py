@@ -37,8 +37,6 @@ from rdzv_plugins.protocol.situation import (
 from rdzv_plugins.protocol.sizes import Sizes, needed
 from rdzv_plugins.protocol.wall_clock import shown
 
-__all__ = ["Diagnosis", "Pace", "call_ends", "diagnose", "of_node", "of_run", "remarks"]
-
 # A changed sentence is told once it has stood for so long: not each step of a round that forms.
 _SETTLED_SECONDS = 1.0
 _REPEAT_SECONDS = 30.0

@@ -23,8 +23,6 @@ from rdzv_plugins.register.messages import (
     Watch,
 )
 
-__all__ = ["MOST_BYTES", "Acceptor"]
-
 MOST_BYTES = 1 << 25
 """The memory of a member, for keys and values; a larger copy would take too long."""
 

@@ -29,8 +29,6 @@ from rdzv_plugins.register.messages import (
     Status,
 )
 
-__all__ = ["ACCEPT_SECONDS", "Member"]
-
 ACCEPT_SECONDS = 0.3
 """A writer gives up an accept phase after this time. A new member waits as long before it agrees to
 a generation: then no acceptance of its earlier life can complete a write."""

@@ -6,12 +6,6 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = [
-    "NEVER", "Accept", "Accepted", "Agreed", "Answer", "Ballot", "Copied", "Copy", "Empty", "Found",
-    "Generation", "Held", "Install", "List", "Memory", "PeerMessage", "Prepare", "Promised",
-    "Propose", "Read", "Refused", "Request", "Status", "Watch",
-]  # fmt: skip
-
 Ballot: TypeAlias = tuple[int, int]
 """Orders the attempts to write a register: a number, and 64 random bits that make it unique."""
 

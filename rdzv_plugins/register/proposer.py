@@ -28,8 +28,6 @@ from rdzv_plugins.register.messages import (
     Request,
 )
 
-__all__ = ["Change", "Changing", "Look", "Outcome", "Proposer", "Rivals", "keep"]
-
 Change: TypeAlias = Callable[[bytes | None], bytes | None]
 """From the value of a register to its next value; None: the register is empty."""
 

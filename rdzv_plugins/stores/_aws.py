@@ -9,8 +9,6 @@ from typing import Any
 
 from botocore.credentials import RefreshableCredentials
 
-__all__ = ["files_of_aws", "tell_of_session"]
-
 log = logging.getLogger(__name__)
 
 

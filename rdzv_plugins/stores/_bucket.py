@@ -49,8 +49,6 @@ from rdzv_plugins.settings.options import OptionError
 from rdzv_plugins.settings.run_ids import RESERVED
 from rdzv_plugins.stores._polling import Polling
 
-__all__ = ["BucketClient"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

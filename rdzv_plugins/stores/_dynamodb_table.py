@@ -51,8 +51,6 @@ from rdzv_plugins.stores._aws import files_of_aws, tell_of_session
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import BoundedResponse
 
-__all__ = ["INDEX", "Options", "Table", "code_of", "problem_of"]
-
 INDEX = "large_version"
 """The name of the index, and of the attribute that is its sort key."""
 

@@ -32,10 +32,6 @@ from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, tls_problem, unheard_alert
 
-__all__ = [
-    "Answer", "BoundedResponse", "Http", "Request", "Stream", "http_of", "http_problem", "time_of",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 # The size of a chunk; 2**60 bytes at most.

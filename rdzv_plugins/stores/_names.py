@@ -10,8 +10,6 @@ from typing import Any
 
 from rdzv_plugins.kv.base import in_background
 
-__all__ = ["AddressInfo", "look_up"]
-
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 """As of ``socket.getaddrinfo``."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from rdzv_plugins.kv.base import Limit, Stored, version_of
 
-__all__ = ["Polling"]
-
 
 class Polling:
     """How long one client sleeps between two polls.

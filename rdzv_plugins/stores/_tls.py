@@ -11,16 +11,6 @@ from rdzv_plugins.kv.base import Problem
 from rdzv_plugins.settings.options import ServerOptions, UnreadableFileError
 from rdzv_plugins.stores._files import FromFiles
 
-__all__ = [
-    "context_if",
-    "is_of_tls",
-    "refuses_client",
-    "stays_refused",
-    "tls_context",
-    "tls_problem",
-    "unheard_alert",
-]
-
 # A server that refuses a certificate sends its alert within a round trip.
 _ALERT_SECONDS = 0.5
 

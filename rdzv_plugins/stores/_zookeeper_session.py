@@ -28,8 +28,6 @@ from kazoo.protocol.states import KazooState, KeeperState
 from rdzv_plugins.kv.base import Limit, in_background
 from rdzv_plugins.stores._tls import stays_refused
 
-__all__ = ["NotConnectedError", "ReadMany", "Session"]
-
 # In these states kazoo never connects again.
 _ENDED = (KeeperState.AUTH_FAILED, KeeperState.CLOSED)
 

@@ -16,8 +16,6 @@ from typing import Any
 from rdzv_plugins.settings.options import StoreOptions, option
 from rdzv_plugins.stores._bucket import BucketClient
 
-__all__ = ["Client", "Options"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(StoreOptions):

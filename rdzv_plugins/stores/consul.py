@@ -44,8 +44,6 @@ from rdzv_plugins.settings.options import ServerOptions, given_or_in_file, optio
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import Request, http_of, http_problem, time_of
 
-__all__ = ["Client", "Options"]
-
 _LARGEST_VALUE = 384_000
 
 # A parked query is held for so long, in seconds. The next wait goes on with one that asks the same.

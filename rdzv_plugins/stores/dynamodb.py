@@ -32,8 +32,6 @@ from rdzv_plugins.settings.endpoint import Place, redact
 from rdzv_plugins.stores._dynamodb_table import INDEX, Options, Table, code_of, problem_of
 from rdzv_plugins.stores._polling import Polling
 
-__all__ = ["Client", "Options"]
-
 # A value of up to this size takes one read unit (4 KB, keys and attribute names included).
 _SMALL_BYTES = 2_500
 # Integers that DynamoDB returns as they were written; it stores more digits than these.

@@ -43,8 +43,6 @@ from rdzv_plugins.settings.endpoint import parse_endpoint, redact
 from rdzv_plugins.settings.options import ServerOptions
 from rdzv_plugins.stores._http import Request, http_of, http_problem
 
-__all__ = ["Client", "Options"]
-
 _LARGEST = 1024 * 1024
 # etcd's --max-txn-ops, which counts comparisons separately.
 _OPERATIONS = 128

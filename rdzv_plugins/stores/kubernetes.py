@@ -62,8 +62,6 @@ from rdzv_plugins.settings.run_ids import RESERVED
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import Answer, Http, Request, Stream, http_of, http_problem, time_of
 
-__all__ = ["Client", "Options"]
-
 log = logging.getLogger(__name__)
 
 _LARGEST_VALUE = 1_000_000

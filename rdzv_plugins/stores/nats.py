@@ -57,8 +57,6 @@ from rdzv_plugins.settings.options import ServerOptions, first_line, given_or_in
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
 
-__all__ = ["Client", "Link", "Options", "Transport", "UnfitServerError"]
-
 T = TypeVar("T")
 
 _LARGEST_VALUE = 1_000_000

@@ -59,8 +59,6 @@ from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, refuses_client
 
-__all__ = ["Client", "Options"]
-
 # Where libpq's URL has a socket's folder, as its host or as a parameter.
 _SOCKET = re.compile(r"(?i)(//([^/]*@)?|[?&]host=)(/|%2F)")
 # Variables of libpq, each of which stands in for an endpoint.

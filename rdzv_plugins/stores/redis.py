@@ -66,8 +66,6 @@ from rdzv_plugins.stores._tls import (
     unheard_alert,
 )
 
-__all__ = ["Client", "Options"]
-
 _SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 
 # Parameters of redis-py's URLs, and what to write here.

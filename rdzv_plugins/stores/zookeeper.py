@@ -74,8 +74,6 @@ from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
 from rdzv_plugins.stores._zookeeper_session import NotConnectedError, ReadMany, Session
 
-__all__ = ["Client", "Options"]
-
 # The most reads or operations in a request: two for a thousand nodes, far below jute.maxbuffer.
 _BATCH = 500
 

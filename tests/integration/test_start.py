@@ -170,7 +170,7 @@ def requests() -> set[str]:
 
 
 def test_the_table_on_dynamodb_is_the_one_that_agents_create() -> None:
-    described = _dynamodb_table._description(dynamodb.Options().table)
+    described = _dynamodb_table._description(_dynamodb_table.Options().table)
     assert saved("dynamodb", "table.json") == described
 
 

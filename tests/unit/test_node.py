@@ -312,5 +312,4 @@ def test_the_driver_that_the_package_describes_forms_a_round(server: MemoryServe
 def test_the_package_describes_every_effect() -> None:
     of = effects.Effect, effects.Begin
     kinds = {kind.__name__ for it in of for kind in it.__subclasses__()}
-    assert kinds < {*effects.__all__}
     assert [name for name in sorted(kinds) if f"`{name}`" not in protocol.__doc__] == []

@@ -11,8 +11,6 @@ from rdzv_plugins.protocol.rules import Rules, View
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-__all__ = ["GROWTH", "Growth", "hold", "last_call"]
-
 GROWTH = ("grow", "min_uptime", "resize_interval")
 """The options that may keep newcomers waiting, as in ``--rdzv-conf``."""
 

@@ -15,20 +15,6 @@ from rdzv_plugins.protocol.rules import Action, Failure, View, Write
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-__all__ = [
-    "KeptOut",
-    "as_data",
-    "carried_over",
-    "describe",
-    "describe_held",
-    "exclusion_of",
-    "in_force",
-    "pruned",
-    "summary",
-    "why_kept_out",
-    "without_hosts",
-]
-
 _DAY = 24 * 3600.0
 
 # A sentence tells of so many exclusions.

@@ -30,21 +30,6 @@ from rdzv_plugins.protocol.sizes import world_size
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-__all__ = [
-    "Judgement",
-    "Network",
-    "able_to_host",
-    "judge",
-    "naming_links",
-    "own_findings",
-    "partner_in",
-    "pause",
-    "remark",
-    "slow",
-    "still_not_to_host",
-    "told",
-]
-
 # Links that fail for the first time keep at most so many rounds in a row from running.
 _MOST_ROUNDS = 4
 # A node that has failed with so many others is at fault.

@@ -13,8 +13,6 @@ from rdzv_plugins.protocol.rules import Action, Close, View
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-__all__ = ["NoProgress"]
-
 
 class NoProgress(Policy):
     """Rule: no progress. The document counts the short rounds in a row."""

@@ -14,8 +14,6 @@ from rdzv_plugins.protocol.rules import Action, Failure, View
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-__all__ = ["NOTHING", "Again", "Moment", "Policy", "Reason"]
-
 
 class Reason(msgspec.Struct, frozen=True):
     """Why a policy keeps a node out of a round, or has a round wait.

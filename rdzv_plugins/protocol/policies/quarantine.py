@@ -24,8 +24,6 @@ from rdzv_plugins.protocol.sizes import Sizes, world_size
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-__all__ = ["Quarantine", "counted", "let_in", "quarantined"]
-
 # The first quarantine of a host is this share of the window, each further one twice as long.
 _FIRST_SHARE = 0.1
 _MOST_DOUBLINGS = 10

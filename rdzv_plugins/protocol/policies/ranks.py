@@ -14,8 +14,6 @@ from rdzv_plugins.protocol.policies.policy import Policy
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-__all__ = ["Ranks", "by_domain", "domain_key", "old_places", "order_ranks"]
-
 _NUMBER = re.compile(r"(\d+)")
 
 _Key = tuple[str | tuple[int, str], ...]

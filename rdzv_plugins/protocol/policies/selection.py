@@ -18,8 +18,6 @@ from rdzv_plugins.protocol.sizes import Sizes, in_domains, world_size
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-__all__ = ["Selection", "choose"]
-
 
 class Selection(Policy):
     """Rule: units and segments."""

@@ -40,8 +40,6 @@ from rdzv_plugins.stores.quorum.wire import ALIKE, OtherClusterError, SecretErro
 if TYPE_CHECKING:
     from rdzv_plugins.stores.quorum.client import Client
 
-__all__ = ["Attending", "Place", "free_port", "look_at", "own_place"]
-
 log = logging.getLogger(__name__)
 
 # Between two looks at the member of this host, and at who still takes part.

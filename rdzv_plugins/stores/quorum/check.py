@@ -10,8 +10,6 @@ from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.stores.quorum.attending import Place, free_port, look_at, own_place
 from rdzv_plugins.stores.quorum.members import Members, Options
 
-__all__ = ["check"]
-
 
 def check(
     endpoint: str, options: Options, local_addr: str | None

@@ -37,8 +37,6 @@ from rdzv_plugins.stores.quorum.members import Members, Options
 from rdzv_plugins.stores.quorum.registers import FullError, Registers
 from rdzv_plugins.stores.quorum.wire import OtherClusterError, SecretError
 
-__all__ = ["Client"]
-
 # How long `members_up` waits for members that are silent.
 _PATIENCE = 0.3
 

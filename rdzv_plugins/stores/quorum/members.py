@@ -10,8 +10,6 @@ from rdzv_plugins.peers.addresses import dialled_here
 from rdzv_plugins.settings.endpoint import parse_endpoint
 from rdzv_plugins.settings.options import StoreOptions, option
 
-__all__ = ["SIZES", "Members", "Options"]
-
 SIZES = (1, 3, 5)
 """How many members there may be: of two or four, half are no majority."""
 

@@ -30,8 +30,6 @@ from rdzv_plugins.stores.quorum.wire import (
     encode,
 )
 
-__all__ = ["FullError", "NoMajorityError", "Registers"]
-
 _MOST_BYTES = 64 << 20
 # A member that refuses, or has no answer for so long, is passed over in this attempt.
 _ATTEMPT_SECONDS = 0.5, 2.0

@@ -43,8 +43,6 @@ from rdzv_plugins.stores.quorum.wire import (
     encode,
 )
 
-__all__ = ["MemberThread"]
-
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.05

@@ -22,20 +22,6 @@ import msgspec
 from rdzv_plugins import clock
 from rdzv_plugins.stores._names import AddressInfo, look_up
 
-__all__ = [
-    "ALIKE",
-    "BREAKS",
-    "CLIENT",
-    "NODE",
-    "OtherClusterError",
-    "SecretError",
-    "Wire",
-    "addresses",
-    "dial",
-    "encode",
-    "identify",
-]
-
 CLIENT, NODE = -1, -2
 """The index of a client in a greeting, and of one for which the members stay."""
 
