@@ -8,7 +8,7 @@ SPHINX := $(BIN)/python -W ignore -m sphinx --quiet --nitpicky --fail-on-warning
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-store compiled lint simulate soak bench test-recipes docs linkcheck screenshots lock servers test-compose test-oldest build clean
+.PHONY: help demo test test-all unit test-store compiled lint simulate soak bench test-recipes docs linkcheck screenshots lock servers test-compose test-oldest build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -25,17 +25,20 @@ help: ## Show this list
 demo: .venv/installed ## Train with three agents, kill one, continue training [ENDPOINT=redis://...]
 	@$(BIN)/python -m examples.demo $(if $(ENDPOINT),--endpoint "$(ENDPOINT)")
 
-test: ## Install the test dependencies and run all tests except the long ones
+test: ## Install the test dependencies and run the tests, most of them on one store
 	@$(MAKE) --no-print-directory --jobs 2 .venv/installed servers
 	@$(MAKE) --no-print-directory --jobs 2 lint compiled
 	@echo "==> running the tests"
-	@$(PYTEST) --numprocesses 6 --dist loadgroup --no-loadscope-reorder
+	@$(PYTEST) --numprocesses 6 --dist loadgroup --no-loadscope-reorder $(SELECTION)
+
+test-all: ## Run the tests on each store and with more seeds
+	@$(MAKE) --no-print-directory test SELECTION='-m "not soak"'
 
 unit: .venv/installed ## Run the quick tests: no servers, hardly any threads
 	@$(PYTEST) --numprocesses 3 --dist worksteal tests/unit
 
 test-store: .venv/installed servers ## Run the tests of one store [STORE=redis]
-	@$(PYTEST) --numprocesses 2 --dist loadgroup -k $(or $(STORE),redis) tests/integration
+	@$(PYTEST) --numprocesses 2 --dist loadgroup -m "not soak" -k $(or $(STORE),redis) tests/integration
 
 # Otherwise each process of pytest compiles all tests. What fails here fails there, and is shown.
 compiled: .venv/installed
@@ -86,7 +89,7 @@ servers: ## Install the servers for the integration tests (Debian, without Docke
 	@scripts/install-servers
 
 test-oldest: servers ## Run the tests on the oldest versions that pyproject.toml allows
-	@scripts/test-oldest "$(PYTHON)" tests/unit tests/handlers tests/integration
+	@scripts/test-oldest "$(PYTHON)" -m "not soak" tests/unit tests/handlers tests/integration
 
 test-compose: .venv/installed ## Run the conformance tests against docker-compose.yml
 	@scripts/test-compose

@@ -65,16 +65,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert all("@" in item.nodeid for item in session.items), "the groups have no effect"
 
 
+def _row(item: pytest.Item) -> str | None:
+    return _ROW.get(item.path.stem) if item.path.parent.name == "integration" else None
+
+
 def _turn(item: pytest.Item) -> int:
     """When its group's turn comes; groups of one turn come in the order of their first tests."""
-    if item.path.stem in _ROW or item.path.stem == "test_simulation":
+    if _row(item) is not None or item.path.stem == "test_simulation":
         return 0
     return 1 if item.path.stem in _LONG or _store(item) is not None else 2
 
 
 def _group(item: pytest.Item) -> str:
     """The tests on one running store, so that it is started once; else those of a row or a file."""
-    return _store(item) or _ROW.get(item.path.stem, item.path.stem)
+    return _store(item) or _row(item) or item.path.stem
 
 
 def _store(item: pytest.Item) -> str | None:

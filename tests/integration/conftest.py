@@ -13,15 +13,25 @@ import redis
 from tests.integration.stores import KINDS, LONG, Kind, RunningStore, running, started
 from tests.integration.torchrun import Begin, runs
 
+# The stores that `make test` runs a file's tests of `running_store` on; those of other files run on
+# redis. `make test-all` runs them on each.
+_STORES = {
+    "test_conformance": ("redis", "dynamodb", "etcd-v3"),
+    "test_each_store": tuple(kind.name for kind in KINDS),
+}
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave those servers to the long run that are large to build or to install."""
     for item in items:
         given = getattr(item, "callspec", None)
-        values = given.params.values() if given is not None else ()
-        if any(isinstance(it, Kind) and it.name in LONG for it in values):
+        params = given.params if given is not None else {}
+        if any(isinstance(it, Kind) and it.name in LONG for it in params.values()):
             item.add_marker(pytest.mark.soak)
+        store = params.get("running_store")
+        if store is not None and store.name not in _STORES.get(item.path.stem, ("redis",)):
+            item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(

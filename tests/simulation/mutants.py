@@ -505,7 +505,7 @@ def no_heir(patch: Patch) -> None:
 
 @_mutant(
     "lead: a leader that sends heartbeats but cannot read all records stays the leader",
-    seed=31,
+    seed=51,
     focus=Focus(kinds=("grey host",), settings={"stays_grey": True}),
 )
 def never_mind_leading(patch: Patch) -> None:
@@ -515,7 +515,7 @@ def never_mind_leading(patch: Patch) -> None:
 
 @_mutant(
     "lead: a leader that sends heartbeats but cannot write the document stays the leader",
-    seed=41,
+    seed=70,
     focus=Focus(
         kinds=("grey host", "crash"), settings={"stays_grey": True, "writes_refused": True}
     ),
@@ -664,7 +664,7 @@ def no_grace_at_first_sight(patch: Patch) -> None:
     patch(FailureDetector, "keep", keep)
 
 
-@_mutant("a new leader judges nodes by observations from before it led", seed=275)
+@_mutant("a new leader judges nodes by observations from before it led", seed=308)
 def no_window_at_takeover(patch: Patch) -> None:
     def restart(original: Any, detector: Any, now: float, grace: float = 0.0, **rest: Any) -> None:
         if grace:
@@ -1052,7 +1052,7 @@ def nobody_closes_what_is_done(patch: Patch) -> None:
     patch.leaders_decision(wait)
 
 
-@_mutant("each node is judged by the leader's lease instead of its own", seed=56)
+@_mutant("each node is judged by the leader's lease instead of its own", seed=70)
 def one_lease_for_all(patch: Patch) -> None:
     _lost(patch, lambda view, node: view.confirmed_silence(node) >= view.rules.lease)
 
@@ -1212,7 +1212,9 @@ def deaf_to_restart(patch: Patch) -> None:
     patch(decisions, "lead", lead)
 
 
-@_mutant("the leader waits for a node with a hanging agent as long as it sends heartbeats", seed=64)
+@_mutant(
+    "the leader waits for a node with a hanging agent as long as it sends heartbeats", seed=106
+)
 def never_evicted(patch: Patch) -> None:
     patch(decisions, "rejoin_patience", lambda *_: 1e9)
 
@@ -2219,17 +2221,17 @@ def hears_no_answer(patch: Patch) -> None:
     patch(accusations, "judged", judged)
 
 
-@_mutant("who has found the leader gone asks it, and leads where it is silent", 105, _DIES)
+@_mutant("who has found the leader gone asks it, and leads where it is silent", 138, _DIES)
 def waits_for_a_gone_leader(patch: Patch) -> None:
     patch(decisions, "_ask_the_leader", lambda *_: None)
 
 
-@_mutant("the leader asks whom others have found gone", 30, _DIES)
+@_mutant("the leader asks whom others have found gone", 68, _DIES)
 def heeds_no_accusation(patch: Patch) -> None:
     patch(accusations, "naming_the_accused", lambda *_: None)
 
 
-@_mutant("a node whose link broke says so in its record, and rings", 30, _DIES)
+@_mutant("a node whose link broke says so in its record, and rings", 35, _DIES)
 def keeps_what_it_found(patch: Patch) -> None:
     patch(Node, "report_gone", lambda *_: None)
 
@@ -2243,7 +2245,7 @@ def links_once_it_runs(patch: Patch) -> None:
     patch(Neighbours, "owe_links", owe)
 
 
-@_mutant("who was lost by an accusation does not count again in the next round", 30, _DIES)
+@_mutant("who was lost by an accusation does not count again in the next round", 35, _DIES)
 def takes_the_gone_for_strays(patch: Patch) -> None:
     def found_gone(original: Any, document: RoundDocument, records: Any) -> dict[str, str]:
         gone: dict[str, str] = original(document, records)

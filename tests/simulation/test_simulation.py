@@ -1,6 +1,6 @@
-"""The protocol under seeded faults: the same seeds for everybody.
+"""The protocol under seeded faults, with the same seeds for everybody.
 
-``SEEDS`` and ``FIRST_SEED`` in the environment choose others; ``make simulate`` tries new ones.
+``make test`` tries some of them, ``make test-all`` all, and ``make simulate`` new ones.
 """
 
 from __future__ import annotations
@@ -26,13 +26,9 @@ from tests import Measure
 from .campaign import Totals, failure_report, run_seeds
 from .faults import FAULTS
 from .mutants import CALM, MOST_SEEDS_PER_MUTANT, MUTANTS, Mutant, Patch, broken
-from .plan import AT_ONCE, KINDS, UNSTEERED, Focus
+from .plan import AT_ONCE, EVERYTHING, KINDS, UNSTEERED, Focus
 from .world import simulate
 
-IN_CI = os.environ.get("CI") == "true"
-FIRST = int(os.environ.get("FIRST_SEED") or 1)
-SEEDS = int(os.environ.get("SEEDS") or 500)
-LARGE = 4 if IN_CI else 1
 # Other tests run at the same time.
 PROCESSES = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1))
 
@@ -162,41 +158,55 @@ def judge(totals: Totals, record_property: Measure) -> None:
         pytest.fail(failure_report(totals.failed[0], totals.most_nodes), pytrace=False)
 
 
+def some_of(some: int, seeds: int) -> pytest.MarkDecorator:
+    """Run a test for ``some`` seeds, and in the full run for the others of ``seeds``, too."""
+    others = pytest.param(range(some + 1, seeds + 1), id="others", marks=pytest.mark.full)
+    return pytest.mark.parametrize("seeds", [pytest.param(range(1, some + 1), id="some"), others])
+
+
+def run(seeds: range, most_nodes: int = 12, focus: Focus = EVERYTHING) -> Totals:
+    return run_seeds(seeds.start, len(seeds), most_nodes, processes=PROCESSES, focus=focus)
+
+
+@some_of(100, 500)
 @pytest.mark.timeout(900)
-def test_seeds(record_property: Measure) -> None:
-    totals = run_seeds(FIRST, SEEDS, processes=PROCESSES)
+def test_seeds(seeds: range, record_property: Measure) -> None:
+    totals = run(seeds)
     judge(totals, record_property)
-    assert totals.rounds > SEEDS
+    assert totals.rounds > len(seeds)
     # A simulator whose faults never happen proves nothing.
     assert set(KINDS) <= set(totals.injected)
 
 
+@some_of(1, 4)
 @pytest.mark.timeout(600)
-def test_seeds_of_200_nodes(record_property: Measure) -> None:
-    totals = run_seeds(FIRST, LARGE, 200, processes=PROCESSES)
+def test_seeds_of_200_nodes(seeds: range, record_property: Measure) -> None:
+    totals = run(seeds, 200)
     judge(totals, record_property)
-    assert totals.given > 100 * LARGE
+    assert totals.given > 100 * len(seeds)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_seeds_of_runs_with_a_secret(record_property: Measure) -> None:
     """What is older than what a node has read counts as absent there."""
-    judge(run_seeds(FIRST, SEEDS, processes=PROCESSES, focus=_SEALED), record_property)
+    judge(run(range(1, 501), focus=_SEALED), record_property)
 
 
+@some_of(8, 20)
 @pytest.mark.timeout(600)
-def test_seeds_of_36_nodes(record_property: Measure) -> None:
+def test_seeds_of_36_nodes(seeds: range, record_property: Measure) -> None:
     """As many as it takes for a large part of the world to fall silent at once."""
-    totals = run_seeds(FIRST, max(20, SEEDS // 25), 36, processes=PROCESSES)
+    totals = run(seeds, 36)
     judge(totals, record_property)
     assert set(AT_ONCE) <= set(totals.injected)
     assert totals.injected["told: doubt"]
 
 
+@some_of(20, 50)
 @pytest.mark.timeout(600)
-def test_many_that_crash_at_once_in_a_calm_world(record_property: Measure) -> None:
-    totals = run_seeds(FIRST, max(40, SEEDS // 10), processes=PROCESSES, focus=CALM)
+def test_many_that_crash_at_once_in_a_calm_world(seeds: range, record_property: Measure) -> None:
+    totals = run(seeds, focus=CALM)
     judge(totals, record_property)
     assert totals.injected["many crashed in a calm world"]
 
@@ -349,7 +359,7 @@ def test_no_decision_reads_when_anything_was_written(monkeypatch: pytest.MonkeyP
             lost: tuple[Any, ...] = *parts[:-1], lambda: chance.uniform(-1e9, 4e9)
             super().__init__(*lost)
 
-    for seed in range(FIRST, FIRST + 20):
+    for seed in range(1, 21):
         of = [simulate(seed, traced=True, focus=_WHOLE, build=it) for it in (Node, LostInTime)]
         assert of[0].violation is None
         assert of[1].trace == of[0].trace
