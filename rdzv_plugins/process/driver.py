@@ -18,17 +18,15 @@ from rdzv_plugins.clock import take
 from rdzv_plugins.kv import (
     AccessDeniedError,
     Attempts,
-    Entry,
     ExhaustedError,
     KeyValueClient,
     RendezvousConnectionError,
     RendezvousStateError,
-    Version,
     as_outage,
     is_signal,
 )
 from rdzv_plugins.kv.findings import Mark
-from rdzv_plugins.kv.retry import retry, store_is_away
+from rdzv_plugins.kv.retry import store_is_away
 from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.observe.logs import RunLog
 from rdzv_plugins.protocol import effects
@@ -58,7 +56,7 @@ _THREADS = {
     effects.DialPeer: "network",
 }
 
-# For how long each of it is tried: a store's servers may elect a leader, which takes some 10 s.
+# For how long a record is tried: a store's servers may elect a leader, which takes some 10 s.
 _HISTORY_SECONDS = 30.0
 
 # The same refusal is not told sooner again.
@@ -109,10 +107,8 @@ class Driver:
         self._asides: list[_Aside] = []
         self._dial = dial
         self._hold_links = hold_links
-        # For the archive: since when it is to be written, when it was so, and what.
+        # For the archive: since when a record is to be written, when it was so, and the record.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
-        self._noting: threading.Thread | None = None
-        self._begins_to_note = Attempts()
         self._stopping = threading.Event()
         # Queues, not conditions: a signal's exception in the main thread could leave a lock held.
         self._nudges: SimpleQueue[None] = SimpleQueue()
@@ -232,12 +228,7 @@ class Driver:
         """End the thread, for good; after ``seconds`` it is left to end by itself."""
         self._stopping.set()
         self._outcomes.put(effects.JoinOutcome())
-        deadline = time.monotonic() + seconds
         self._nudge_until(lambda: not self.running, seconds)
-        if self._to_note:
-            self._note()
-        if self._noting is not None:
-            self._noting.join(max(0.0, deadline - time.monotonic()))
 
     def await_masters(self, seconds: float) -> None:
         """Wait until no TCPStore is being opened; what takes longer, the end of the process awaits.
@@ -283,6 +274,8 @@ class Driver:
                     )
                     self._deliver(effects.JoinOutcome(error=error))
                 self._stopping.wait(_PAUSE_AFTER_A_BUG)
+        with suppress(Exception):
+            self._note(math.inf)
 
     def _drive(self, life: effects.Effects[None], failed: Exception | None = None) -> None:
         """Carry out ``life``; ``failed``: what its first request is answered with."""
@@ -323,7 +316,9 @@ class Driver:
                 self._to_note.append((time.monotonic(), datetime.now(UTC), record))
                 return None
             case effects.Park(key, version, seconds) if self._to_note:
-                return self._park_and_note(key, version, seconds)
+                self._note(time.monotonic() - _NOTED_AFTER_SECONDS)
+                quiet = _NOTED_AFTER_SECONDS if self._to_note else math.inf
+                return self._client.wait(key, version, min(seconds, quiet))
             case effects.Rest(seconds):
                 _empty(self._nudges)
                 with suppress(Empty):
@@ -331,67 +326,30 @@ class Driver:
                 return None
         return perform(self._client, self._archive, request)
 
-    def _park_and_note(self, key: str, version: Version | None, seconds: float) -> Entry | None:
-        """Park; write to the archive once the run has been quiet, or after a second."""
-        if self._begins_to_note.seconds_left:
-            return self._client.wait(key, version, seconds)
-        if time.monotonic() - self._to_note[0][0] >= _NOTED_AFTER_SECONDS:
-            self._note()
-            return self._client.wait(key, version, seconds)
-        began, quiet = time.monotonic(), min(seconds, _NOTED_AFTER_SECONDS)
-        entry = self._client.wait(key, version, quiet)
-        if entry is not None or time.monotonic() - began < quiet:
-            return entry  # It has changed, or somebody has ended the wait.
-        self._note()
-        return self._client.wait(key, version, seconds - quiet) if seconds > quiet else None
+    def _note(self, since: float) -> None:
+        """Write to the archive what is to be written since then, and not for 30 s already.
 
-    def _note(self) -> None:
-        """Write what is to be noted, in a thread of its own: no node waits for it.
-
-        There the store is inspected too: by the node that leads, once, so that its log warns of it.
+        The first time, the store is inspected too, so that the log of the leader warns of it.
         """
-        earlier, due = self._noting, self._to_note
-        self._to_note = []
-        inspects, self._inspected = not self._inspected, True
-
-        def passes(error: Exception) -> bool:
-            refused = isinstance(error, AccessDeniedError) or self._stopping.is_set()
-            return store_is_away(error) and not refused
-
-        def pause(seconds: float) -> None:
-            self._stopping.wait(seconds)
-
-        def note() -> None:
-            if earlier is not None:
-                earlier.join()
+        while self._to_note and self._to_note[0][0] <= since:
+            begun, at, record = self._to_note[0]
             try:
-                for _, at, record in due:
-                    retry(
-                        partial(self._archive.note, record, at),
-                        timeout=_HISTORY_SECONDS,
-                        retryable=passes,
-                        sleep=pause,
-                    )
-            except (RendezvousConnectionError, RendezvousStateError) as error:
+                self._archive.note(record, at)
+            except Exception as error:
+                failure = _of_the_store(error)
+                refused = isinstance(failure, AccessDeniedError) or not store_is_away(failure)
+                if not refused and time.monotonic() - begun < _HISTORY_SECONDS:
+                    return
                 if not self._told_of_the_archive:
                     self._told_of_the_archive = True
                     self._log.warning(
                         f"this node cannot write the history of the run, which training does not "
-                        f"need: {error}"
+                        f"need: {failure}"
                     )
-            if inspects and not self._stopping.is_set():
+            self._to_note.pop(0)
+            if not self._inspected:
+                self._inspected = True
                 self._warn_of_the_store()
-
-        thread = threading.Thread(target=note, name=f"{self._name}-history", daemon=True)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError):
-            # None can start now: another time, unless the process exits.
-            self._to_note, self._inspected = due, not inspects
-            self._begins_to_note.fail()
-            return
-        self._noting = thread
-        self._begins_to_note.succeed()
 
     def _warn_of_the_store(self) -> None:
         """Log what may lose the run, or its password.

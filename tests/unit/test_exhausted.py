@@ -255,11 +255,10 @@ def test_a_stop_ends_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [getattr(it, "document", "none") for it in ended] == [None]
 
 
-@pytest.mark.parametrize("ends", [("-master",), ("-history",)])
 def test_whatever_it_does_beside_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = Refusing(monkeypatch, *ends)
+    host = Refusing(monkeypatch, "-master")
     server = MemoryServer()
     driver = driver_of(MemoryClient(server, "run"), server)
     outcomes: list[Any] = []
