@@ -18,9 +18,10 @@ from rdzv_plugins.protocol.join import Join
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.rules import Rules
 
-# While a round begins, other nodes wait for the store and agents start workers. A process that dies
-# before it has links costs the others its lease.
+# A node makes its links once the others have their round too, which takes longer the more they are.
+# A process that dies before it has links costs the others its lease.
 _AFTER_START_SECONDS = 0.1
+_PER_NODE_SECONDS = 0.001
 
 # As many accusations stand in a document; a node makes no more.
 _MOST_ACCUSED = 64
@@ -151,13 +152,14 @@ class Neighbours:
         accuses = self._heartbeat.record.accuses
         named = tuple(it for it in accuses if it[0] in document.ranks)
         self._heartbeat.amend(accuses=named)
-        self.owe_links(_AFTER_START_SECONDS)
+        self.owe_links(_AFTER_START_SECONDS, document.size)
         self._hear_others()
 
-    def owe_links(self, seconds: float = 0.0) -> None:
-        """Have the links made anew, after so many seconds at the latest."""
+    def owe_links(self, seconds: float = 0.0, nodes: int = 0) -> None:
+        """Make the links again after at most this many seconds, and 1 ms for each of the nodes."""
         if self._rules.answer is not None:
-            self._due_at = min(self._due_at, self._clock() + seconds)
+            due_at = self._clock() + seconds + _PER_NODE_SECONDS * nodes
+            self._due_at = min(self._due_at, due_at)
 
     @property
     def seconds_left(self) -> float:

@@ -719,7 +719,7 @@ class Node:
             may_grow=False,
             found=found,
         )
-        self._neighbours.owe_links(_LINKS_SECONDS)
+        self._neighbours.owe_links(_LINKS_SECONDS, document.size)
 
     def _check_network(
         self, document: RoundDocument, seconds: float | None
