@@ -1,7 +1,6 @@
-"""Shared by several commands: options, with the same names as torchrun's, and the console.
+"""Options that several commands share, named as torchrun's are, and the console.
 
-Commands import what they need only when they run: ``--help`` comes at once. Only ``run`` needs
-torch.
+Commands import what they need only when they run: ``--help`` comes at once.
 """
 
 from __future__ import annotations
@@ -113,12 +112,7 @@ JsonOption = Annotated[
 
 
 def one_run(run_id: str, first: str, *, needed: bool = True) -> str:
-    """The run that a command is about: its argument, or --rdzv-id, or $RDZV_ID; "": none.
-
-    Raises:
-        typer.BadParameter: it is given twice, or not at all though it is ``needed``.
-        ValueError: no run can have this id.
-    """
+    """The run that a command is about: its argument, or --rdzv-id, or $RDZV_ID; "": none."""
     from rdzv_plugins.settings.run_ids import refuse_unless_possible
 
     if first and run_id and first != run_id:
@@ -138,21 +132,10 @@ class Access:
     conf: ConfOption = ""
 
     def open(self, run_id: str, job: str | None = None) -> KeyValueClient:
-        """A client of a run's namespace; ``job`` as in `rdzv_plugins.stores.open_client`.
-
-        Raises:
-            ValueError: a bad option, or a missing client package.
-            RendezvousConnectionError: the store cannot be reached or refuses the credentials.
-        """
-        from rdzv_plugins.settings.options import Settings
-        from rdzv_plugins.settings.parsing import option_names
+        """A client of a run's namespace; arguments and errors as of `stores.open_client`."""
         from rdzv_plugins.stores import open_client
 
-        handler_options = option_names(Settings)
-        own = {
-            name: it for name, it in parse_conf(self.conf).items() if name not in handler_options
-        }
-        timeout = self.settings.request_timeout
+        own, timeout = self._options(of_handler=False), self.settings.request_timeout
         return open_client(
             self.backend, self.endpoint, run_id, own, request_timeout=timeout, job=job
         )
@@ -172,12 +155,10 @@ class Access:
         """These runs, each watched as `settle` does; ``opened`` closes their connections."""
         from rdzv_plugins.observe.inspection import Inspection, settle
 
-        found = {
-            run_id: Inspection(
-                opened.enter_context(self.connect(run_id)), self.archive(run_id), run_id
-            )
-            for run_id in run_ids
-        }
+        found = {}
+        for run_id in run_ids:
+            client = opened.enter_context(self.connect(run_id))
+            found[run_id] = Inspection(client, self.archive(run_id), run_id)
         settle(found.values(), surely=surely)
         return found
 
@@ -193,19 +174,25 @@ class Access:
         from rdzv_plugins.settings.options import StoreOptions
         from rdzv_plugins.settings.parsing import parse_options
 
-        given = parse_conf(self.conf)
-        own = {"prefix": given["prefix"]} if "prefix" in given else {}
+        own = {name: it for name, it in parse_conf(self.conf).items() if name == "prefix"}
         return parse_options(StoreOptions, own, os.environ).prefix
 
     @property
     def settings(self) -> Settings:
         """The handler's options among those of ``--rdzv-conf``."""
         from rdzv_plugins.settings.options import Settings
-        from rdzv_plugins.settings.parsing import option_names, parse_options
+        from rdzv_plugins.settings.parsing import parse_options
 
-        handler_options = option_names(Settings)
-        own = {name: it for name, it in parse_conf(self.conf).items() if name in handler_options}
-        return parse_options(Settings, own, os.environ)
+        return parse_options(Settings, self._options(of_handler=True), os.environ)
+
+    def _options(self, *, of_handler: bool) -> dict[str, str]:
+        """Those of ``--rdzv-conf`` that are the handler's, or those that are the store's."""
+        from rdzv_plugins.settings.options import Settings
+        from rdzv_plugins.settings.parsing import option_names
+
+        theirs = option_names(Settings)
+        every = parse_conf(self.conf).items()
+        return {name: it for name, it in every if (name in theirs) is of_handler}
 
 
 @dataclass(frozen=True)
@@ -232,7 +219,7 @@ class OneRun(AboutRun):
 
     @property
     def run(self) -> str:
-        """The id of the run that the command line names; raises as `one_run`."""
+        """The id of the run that the command line names."""
         return one_run(self.run_id, self.first)
 
 
@@ -246,14 +233,9 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
         else:
             options[name] = it.replace(kind=it.KEYWORD_ONLY)
     for cls in classes.values():
-        hints = get_type_hints(cls, include_extras=True)
-        for field in fields(cls):
-            options[field.name] = inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=hints[field.name],
-            )
+        its = inspect.signature(cls).parameters
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            options[name] = its[name].replace(kind=its[name].KEYWORD_ONLY, annotation=hint)
 
     @wraps(command)
     def run(**given: Any) -> None:
@@ -268,15 +250,15 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 def parse_conf(conf: str) -> dict[str, str]:
     """The options of ``--rdzv-conf``; raises `ValueError` for one without a value."""
-    pairs = [item.partition("=") for item in conf.split(",") if item.strip()]
-    for name, _, value in pairs:
-        if not value.strip():
-            raise ValueError(f"--rdzv-conf: the option '{name.strip()}' has no value")
-    names = [name.strip() for name, _, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
+    found: dict[str, str] = {}
+    for item in filter(str.strip, conf.split(",")):
+        name, _, value = map(str.strip, item.partition("="))
+        if not value:
+            raise ValueError(f"--rdzv-conf: the option '{name}' has no value")
+        if name in found:
             raise ValueError(f"--rdzv-conf: the option '{name}' is given twice")
-    return {name.strip(): value.strip() for name, _, value in pairs}
+        found[name] = value
+    return found
 
 
 def no_run(client: KeyValueClient, run_id: str) -> ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
 from contextlib import ExitStack, contextmanager
@@ -112,8 +113,7 @@ def drain(
         given = _give_to_living(seen, orders.drain(_GIVER, names, time.time, may, seen.is_silent))
         if given.unknown:
             raise ValueError(f"run '{run_id}' has no node '{given.unknown[0]}': nobody was drained")
-        if given.stops and not force:
-            raise _stops(run_id, given)
+        _refuse_to_stop(run_id, given, force)
         what = f"drain of {', '.join(given.nodes)} from run '{run_id}'"
         told.say_order(what, given, seen, dry_run=dry_run)
         if not (dry_run or given.lacks):
@@ -214,8 +214,7 @@ def exclude(
         found = about.inspect(_open_runs(about, run_id), opened)
         would = {run: give(seen, False) for run, seen in found.items() if _lives(seen)}
         for run, given in would.items():
-            if given.stops and not force:
-                raise _stops(run, given)
+            _refuse_to_stop(run, given, force)
         if dry_run:
             told.say(f"{describe(exclusion, now, 'would be excluded')}; from {whose}", host=host)
             for run, given in would.items():
@@ -350,12 +349,7 @@ def accuse(
 
 
 class _Told:
-    """The report of an order: a line whenever there is news, or all at the end as data.
-
-    Args:
-        order: the command.
-        run_id: "": of all runs.
-    """
+    """The report of an order: a line whenever there is news, or all at the end as data."""
 
     def __init__(self, order: str, run_id: str, as_json: bool) -> None:
         self._began = time.monotonic()
@@ -396,8 +390,7 @@ class _Told:
     ) -> None:
         """Wait for what comes of an order, and say it; the command ends if the time is over.
 
-        Args:
-            effect: of the document as it stands; "": there is none yet.
+        ``effect`` tells it of the document as it stands; "": there is none yet.
         """
         if waiting.no_wait:
             # The nodes that are to carry the order out may have died by now.
@@ -430,17 +423,17 @@ class _Told:
             for node in [*silent]:
                 record = seen.records.get(node)
                 name = record.label if record is not None else node
+                said = ""
                 if node in lost:
-                    found, said = gone, "is lost: its process is gone"
+                    said = "is lost: its process is gone"
                 elif record is None or record.has_ended:
-                    found, said = answered, "has ended"
+                    said = "has ended"
                 elif record.beat > beats[node]:
-                    found, said = answered, "lives"
-                else:
-                    continue
-                self.say(f"{name} {said}")
-                found.append(name)
-                silent.remove(node)
+                    said = "lives"
+                if said:
+                    self.say(f"{name} {said}")
+                    (gone if node in lost else answered).append(name)
+                    silent.remove(node)
             if (left := self._began + timeout - time.monotonic()) <= 0:
                 break
             if silent:
@@ -457,10 +450,9 @@ class _Told:
 def _to_come(given: Given, seen: Inspection) -> str:
     document = _document(given)
     if given.lacks:
-        few = "node is" if given.left == 1 else "nodes are"
         return (
-            f"{given.left} {few} left, {given.lacks} fewer than a round needs: no round forms "
-            "until others come"
+            f"{_count(given.left)} {'is' if given.left == 1 else 'are'} left, {given.lacks} fewer "
+            "than a round needs: no round forms until others come"
         )
     if given.ids and not _are_in_it(given.ids, seen):
         return f"round {document.round} is not ended for that"
@@ -513,8 +505,7 @@ def _count(nodes: int) -> str:
 def _order_to(name: str, about: AboutRun, run_id: str) -> Iterator[tuple[Inspection, _Told]]:
     """A run with live nodes, which carry an order out, and the report; `ValueError`: it has none.
 
-    Args:
-        name: of the command.
+    ``name`` is the command's.
     """
     with about.inspect_one(run_id) as seen:
         condition, sentence = seen.condition.value, seen.sentence
@@ -525,9 +516,8 @@ def _order_to(name: str, about: AboutRun, run_id: str) -> Iterator[tuple[Inspect
                 f"{shlex.quote(run_id)}"
             )
         if condition == "closed":
-            _, free = free_soon(seen)
             how = sentence.removeprefix("closed: ")
-            raise ValueError(f"run '{run_id}' is closed: {how}{free}")
+            raise ValueError(f"run '{run_id}' is closed: {how}{free_soon(seen)[1]}")
         if seen.document is None:
             raise no_run(seen.client, run_id)
         with _Told(name, run_id, about.as_json) as told:
@@ -565,12 +555,13 @@ def _at_rank(seen: Inspection, rank: int) -> str:
     raise ValueError(f"run '{seen.run_id}' has no node of rank {rank} now: {seen.sentence}")
 
 
-def _stops(run_id: str, given: Given) -> ValueError:
-    left = f"{given.left} {'node' if given.left == 1 else 'nodes'}"
-    return ValueError(
-        f"run '{run_id}' would stop without {', '.join(given.nodes)}: {left} would be left, "
-        f"{given.lacks} fewer than a round needs; nothing was changed. --force does it all the same"
-    )
+def _refuse_to_stop(run_id: str, given: Given, force: bool) -> None:
+    if given.stops and not force:
+        raise ValueError(
+            f"run '{run_id}' would stop without {', '.join(given.nodes)}: {_count(given.left)} "
+            f"would be left, {given.lacks} fewer than a round needs; nothing was changed. --force "
+            "does it all the same"
+        )
 
 
 def _run_and_others(about: AboutRun, words: list[str] | None) -> tuple[str, list[str]]:
@@ -602,11 +593,8 @@ def _open_runs(access: Access, run_id: str) -> list[str]:
 
 def _seconds(text: str) -> float:
     """Seconds that "90s", "30m", "1h" or "2d" stands for."""
-    number, unit = text[:-1], text[-1:]
-    try:
-        seconds = float(number) * _UNITS[unit]
-    except (KeyError, ValueError):
-        seconds = 0.0
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([smhd])", text, re.ASCII)
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not 0 < seconds <= _LONGEST:
         raise ValueError(f"--for: '{text}' is no time such as 90s, 30m, 1h or 2d, up to 365d")
     return seconds

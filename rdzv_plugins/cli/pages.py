@@ -95,11 +95,10 @@ def _where(access: Access) -> str:
 
 
 def _require(command: str, extra: str, *packages: str) -> None:
+    from rdzv_plugins.settings.parsing import cannot_import
+
     for package in packages:
         try:
             import_module(package)
         except ImportError as error:
-            raise ValueError(
-                f"rdzv {command} needs the package '{package}', which cannot be imported "
-                f'({error}). Install it with: pip install "rdzv-plugins[{extra}]"'
-            ) from error
+            raise cannot_import(f"rdzv {command}", f"rdzv-plugins[{extra}]", error) from error

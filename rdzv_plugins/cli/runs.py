@@ -5,8 +5,11 @@ from __future__ import annotations
 import shlex
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
+from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -59,6 +62,9 @@ _SORTED_BY: dict[str, Callable[[Listed, Seen], Any]] = {
     "condition": lambda _, seen: [*_COLOURS].index(_known(seen)),
 }
 
+# What `rdzv list` leaves out of the report of a run.
+_OF_NODES = "nodes", "told"
+
 _LOOK_SECONDS = 1.0
 _DOUBT_SECONDS = 0.3
 _LOOK_FOR_BEATS_SECONDS = 0.2
@@ -94,6 +100,9 @@ def list_runs(
         _refuse_unless_one_of(condition, _COLOURS, "--condition")
     if sort:
         _refuse_unless_one_of(sort, _SORTED_BY, "--sort")
+    from rich.table import Table
+    from rich.text import Text
+
     from rdzv_plugins.observe.survey import Survey
 
     with closing(Survey(access.open, access.archive)) as survey:
@@ -104,33 +113,21 @@ def list_runs(
         if sort:
             found.sort(key=lambda pair: _SORTED_BY[sort](*pair))
         now = time.time()
-        if as_json:
-            for it, seen in found:
-                report = seen.report() | {"condition": _known(seen), "sentence": _sentence(seen)}
-                report |= {"age": round(_age(it, now), 3)}
-                for name in ("nodes", "told"):
-                    report.pop(name, None)
-                print_json(report)
-            return
-        from rich.table import Table
-        from rich.text import Text
-
         table = Table("run", "condition", "nodes", "age", "began (UTC)", "what it does")
         for it, seen in found:
-            condition = _known(seen)
-            table.add_row(
-                it.run,
-                Text(condition, style=_COLOURS[condition]),
-                str(_size(it, seen)),
-                _rounded(_age(it, now)),
-                it.began[:19].replace("T", " "),
-                _sentence(seen),
-            )
-        if not found:
+            report = seen.report()  # First: it may find the run unreadable.
+            condition, age, sentence = _known(seen), _age(it, now), _sentence(seen)
+            if as_json:
+                report |= {"condition": condition, "sentence": sentence, "age": round(age, 3)}
+                print_json({name: it for name, it in report.items() if name not in _OF_NODES})
+            shown, began = Text(condition, style=_COLOURS[condition]), it.began[:19]
+            nodes = str(_size(it, seen))
+            table.add_row(it.run, shown, nodes, _rounded(age), began.replace("T", " "), sentence)
+        if found and not as_json:
+            _print_table(table)
+        elif not as_json:
             which = f" that is {' or '.join(conditions)}" if conditions else ""
             plain_console().print(f"there is no run{which} under this prefix")
-            return
-        _print_table(table)
 
 
 def _refuse_unless_one_of(value: str, allowed: Iterable[str], option: str) -> None:
@@ -155,17 +152,14 @@ def _size(listed: Listed, seen: Seen) -> int:
 
 def _age(listed: Listed, now: float) -> float:
     """Seconds since the run was founded, by two wall clocks."""
-    from datetime import datetime
-
     return max(0.0, now - datetime.fromisoformat(listed.began).timestamp())
 
 
 def _rounded(seconds: float) -> str:
     """As "47 s", "12 min", "5 h" or "3 d"."""
-    for unit, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{seconds:.0f} s"
+    units = (86400.0, "d"), (3600.0, "h"), (60.0, "min")
+    unit, name = next((it for it in units if seconds >= 2 * it[0]), (1.0, "s"))
+    return f"{seconds / unit:.0f} {name}"
 
 
 def status(
@@ -180,6 +174,8 @@ def status(
     over. It answers at once where the nodes' last heartbeats are new; else it watches for them, for
     up to 2 s, or 12 s if none comes or a node's clock says that one is missing.
     """
+    from msgspec import to_builtins
+
     if wait:
         _refuse_unless_one_of(wait, _STATUSES, "--wait")
     run_id = about.run
@@ -191,7 +187,8 @@ def status(
             seen.look()
         condition = seen.condition.value
         if about.as_json:
-            print_json(seen.report() | {"rounds": _rows_as_data(seen)})
+            rows = [to_builtins(row) for row in seen.archive.rows()[::-1]]
+            print_json(seen.report() | {"rounds": rows})
         else:
             nodes, rows = seen.nodes(), seen.archive.rows()[::-1]
             # A pipe gets each sentence as one line, as `grep` needs it.
@@ -242,13 +239,31 @@ def watch(about: OneRun) -> None:
     Into a pipe it writes one line whenever the run does something else. An outage of the store does
     not end it. Exit status: 0, or 4 if there is no such run.
     """
+    from rich.live import Live
+    from rich.text import Text
+
     from rdzv_plugins.observe.inspection import Condition
 
+    console = plain_console()
     with about.inspect_one(about.run) as seen:
-        if about.as_json or not plain_console().is_terminal:
-            _stream(seen, about.as_json)
+        if about.as_json or not console.is_terminal:
+            told = ""
+
+            def say(event: str) -> None:
+                nonlocal told
+                if event == told:
+                    return
+                told, at = event, datetime.now(UTC).isoformat(timespec="milliseconds")
+                if about.as_json:
+                    print_json(seen.report() | {"at": at, "event": event})
+                else:
+                    typer.echo(f"{at} {event}")
+
+            _look_on(seen, lambda: say(f"run '{seen.run_id}': {seen.event}"), say)
         else:
-            _show_live(seen)
+            with Live(console=console, auto_refresh=False) as live:
+                show = partial(live.update, refresh=True)
+                _look_on(seen, lambda: show(_on_a_screen(seen, console)), lambda it: show(Text(it)))
     if seen.condition is Condition.ABSENT:
         raise typer.Exit(_STATUSES[seen.condition.value])
 
@@ -325,21 +340,26 @@ def clean(
     It refuses while a node lives: it watches for heartbeats until one was due of each. A dead run
     counts as closed from then on, in rdzv list, history and the metrics.
     """
+    from rdzv_plugins.kv.sealed import why_unreadable
+    from rdzv_plugins.observe.history import list_runs
+    from rdzv_plugins.observe.inspection import Condition, is_torchs
+    from rdzv_plugins.protocol.documents import STATE_KEY
+
     run_id = one_run(about.run_id, about.first, needed=False)
     if dead:
-        _clean_the_dead(about, about.as_json)
+        with ExitStack() as opened:
+            # A run whose end is noted is not dead.
+            left = sorted(run for run, it in list_runs(about.open).items() if it.outcome is None)
+            for run, seen in about.inspect(left, opened).items():
+                if seen.condition is Condition.DEAD:
+                    _delete(seen.client, seen.archive, run, ended=True, as_json=about.as_json)
         return
     if not run_id:
         raise typer.BadParameter("name a run, or all dead runs with --dead", param_hint="RUN")
-    from rdzv_plugins.kv.sealed import why_unreadable
-    from rdzv_plugins.observe.inspection import is_torchs
-    from rdzv_plugins.protocol.documents import STATE_KEY
-
     with about.connect(run_id) as client:
         if not force and (why := why_unreadable(client, "the run", STATE_KEY)):
             raise ValueError(f"{why}; --force deletes it all the same")
-        torchs = is_torchs(client)
-        if torchs and not force:
+        if not force and is_torchs(client):
             raise ValueError(f"run '{run_id}' is of handler=torch and may be live: use --force")
         alive = _beating(client)
         if alive and not force:
@@ -349,19 +369,6 @@ def clean(
             )
         archive = about.archive(run_id)
         _delete(client, archive, run_id, ended=not alive, as_json=about.as_json)
-
-
-def _clean_the_dead(access: Access, as_json: bool) -> None:
-    from rdzv_plugins.observe.history import list_runs
-    from rdzv_plugins.observe.inspection import Condition
-
-    with ExitStack() as opened:
-        # A run whose end is noted is not dead.
-        listed = list_runs(access.open).items()
-        found = access.inspect(sorted(run for run, it in listed if it.outcome is None), opened)
-        for run_id, seen in found.items():
-            if seen.condition is Condition.DEAD:
-                _delete(seen.client, seen.archive, run_id, ended=True, as_json=as_json)
 
 
 def _delete(
@@ -387,58 +394,23 @@ def _await(seen: Inspection, condition: str, timeout: float) -> None:
         seen.look()
 
 
-def _stream(seen: Inspection, as_json: bool) -> None:
-    """One line whenever the run does something else."""
-    from datetime import UTC, datetime
-
+def _look_on(seen: Inspection, show: Callable[[], None], fail: Callable[[str], None]) -> None:
+    """Look at the run until it is over; ``fail`` gets the error of a look in an outage."""
     from rdzv_plugins.kv import RendezvousConnectionError
     from rdzv_plugins.observe.inspection import Condition
 
-    told = ""
     while True:
         try:
             seen.look()
-            event = f"run '{seen.run_id}': {seen.event}"
+            show()
         except RendezvousConnectionError as error:
-            event = str(error)
-        if event != told:
-            told, at = event, datetime.now(UTC).isoformat(timespec="milliseconds")
-            if as_json:
-                print_json(seen.report() | {"at": at, "event": event})
-            else:
-                typer.echo(f"{at} {event}")
+            fail(str(error))
         if seen.condition in (Condition.CLOSED, Condition.ABSENT):
             return
-        _pause(seen)
-
-
-def _show_live(seen: Inspection) -> None:
-    from rich.live import Live
-    from rich.text import Text
-
-    from rdzv_plugins.kv import RendezvousConnectionError
-    from rdzv_plugins.observe.inspection import Condition
-
-    console = plain_console()
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            try:
-                seen.look()
-                live.update(_on_a_screen(seen, console), refresh=True)
-            except RendezvousConnectionError as error:
-                live.update(Text(str(error)), refresh=True)
-            if seen.condition in (Condition.CLOSED, Condition.ABSENT):
-                return
-            _pause(seen)
-
-
-def _pause(seen: Inspection) -> None:
-    from rdzv_plugins.kv import RendezvousConnectionError
-
-    try:
-        seen.await_change(_LOOK_SECONDS)
-    except RendezvousConnectionError:
-        time.sleep(_PAUSE_IN_AN_OUTAGE)
+        try:
+            seen.await_change(_LOOK_SECONDS)
+        except RendezvousConnectionError:
+            time.sleep(_PAUSE_IN_AN_OUTAGE)
 
 
 def _beating(client: KeyValueClient) -> set[str]:
@@ -452,12 +424,8 @@ def _beating(client: KeyValueClient) -> set[str]:
     while time.monotonic() < began + 1.5 * max(intervals, default=0.0):
         time.sleep(_LOOK_FOR_BEATS_SECONDS)
         after = records.decode(client.list(NODES_PREFIX))
-        alive = {
-            record.label
-            for node, record in after.items()
-            if node not in before or before[node].beat != record.beat
-        }
-        if alive:
+        beats = {node: it.beat for node, it in before.items()}
+        if alive := {it.label for node, it in after.items() if beats.get(node) != it.beat}:
             return alive
     return set()
 
@@ -482,9 +450,6 @@ def _summary(seen: Inspection, nodes: Sequence[NodeState]) -> Text:
 
 def _counts(nodes: Sequence[NodeState]) -> str:
     """How many nodes are in which state, those that people should see first."""
-    from collections import Counter
-    from datetime import UTC, datetime
-
     from rdzv_plugins.protocol.states import State
 
     counts = Counter(node.state for node in nodes)
@@ -530,6 +495,7 @@ def _later(node: NodeState) -> int:
 
 
 def _nodes(nodes: Sequence[NodeState], most: int, one_line: bool) -> Table:
+    from rdzv_plugins.observe.inspection import ahead_or_behind
     from rdzv_plugins.protocol.wall_clock import shown
 
     table = _table("rank", "node", "state", "last beat", "", one_line=one_line)
@@ -540,9 +506,7 @@ def _nodes(nodes: Sequence[NodeState], most: int, one_line: bool) -> Table:
             notes.append("was in the last round")
         notes += filter(None, (node.kept_out, node.unfit))
         if node.clock is not None:
-            notes.append(
-                f"its clock is {abs(node.clock):.0f} s {'ahead' if node.clock > 0 else 'behind'}"
-            )
+            notes.append(f"its clock is {ahead_or_behind(node.clock)}")
         if node.state.value in ("silent", "lost") and node.silence >= 1:
             notes.append(f"no beat in {node.silence:.0f} s watched")
         rank = "-" if node.rank is None else str(node.rank)
@@ -570,12 +534,6 @@ def _table(*names: str, one_line: bool) -> Table:
     if one_line:
         columns[-1].ratio = 1  # It is the one that is cut.
     return Table(*columns, expand=one_line)
-
-
-def _rows_as_data(seen: Inspection) -> list[object]:
-    from msgspec import to_builtins
-
-    return [to_builtins(row) for row in seen.archive.rows()[::-1]]
 
 
 def _print_table(table: RenderableType) -> None:

@@ -1,7 +1,4 @@
-"""Metrics of all runs under a prefix, from the store alone: ``rdzv exporter``.
-
-What there is stands in `metrics.TABLE`: what a node has too has the same name and means the same.
-"""
+"""Metrics of all runs under a prefix, from the store alone: ``rdzv exporter``."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import nan
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -29,7 +27,6 @@ log = logging.getLogger(__name__)
 
 # Several scrapers at once make one read.
 _FRESH_SECONDS = 1.0
-_UNKNOWN = float("nan")
 
 EXPORTED = tuple(
     replace(metric, labels=("run", *metric.labels) if metric.of_run else metric.labels)
@@ -40,13 +37,7 @@ EXPORTED = tuple(
 
 
 class Exporter(Collector):
-    """Reads all runs whenever it is scraped.
-
-    Its methods are for one thread, but for `close`.
-
-    Args:
-        survey: of the runs; the exporter closes it.
-    """
+    """Reads all runs whenever it is scraped; its methods but `close` are for one thread."""
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
@@ -65,14 +56,7 @@ class Exporter(Collector):
         registry = CollectorRegistry()
         registry.register(self)
         self._server = MetricsServer(
-            host,
-            port,
-            access,
-            registry,
-            before_metrics=self.refresh,
-            health=self.health,
-            why=self.why,
-            name="rdzv-exporter",
+            host, port, access, registry, self.refresh, self.health, self.why, "rdzv-exporter"
         )
         return self._server.url
 
@@ -104,7 +88,7 @@ class Exporter(Collector):
         away = self._away()
         lines = [f"the store is away: {away}"] if away is not None else []
         for it in self._survey.runs.values():
-            seen = it.inspection if it.inspection is not None and not it.is_over else None
+            seen = it.readable
             odd = (seen.clocks, seen.away) if seen is not None else ()
             lines.append("; ".join(filter(None, (f"run '{it.run_id}': {it.sentence}", *odd))))
         return "\n".join(lines) or "there are no runs under this prefix"
@@ -123,9 +107,8 @@ class Exporter(Collector):
                     continue
                 for name, labels, value in samples:
                     families[name].add_metric([seen.run_id, *labels], value)
-            self._restarts = {
-                run: it for run, it in self._restarts.items() if run in self._survey.runs
-            }
+            gone = self._restarts.keys() - self._survey.runs.keys()
+            self._restarts = {run: it for run, it in self._restarts.items() if run not in gone}
         yield from families.values()
 
     def _away(self) -> str | None:
@@ -134,15 +117,11 @@ class Exporter(Collector):
 
     def _samples(self, seen: Seen) -> Iterator[tuple[str, Sequence[str], float]]:
         known, now = seen.can_tell, seen.condition
-        for condition in Condition:
-            if condition is not Condition.ABSENT:
-                value = float(condition is now) if known else _UNKNOWN
-                yield "rdzv_condition", [condition.value], value
-        inspection = seen.inspection
-        if seen.is_over or seen.error is not None or inspection is None:
-            return
-        if (document := inspection.document) is not None:
-            yield from _now(inspection, document)
+        for condition in (it for it in Condition if it is not Condition.ABSENT):
+            value = float(condition is now) if known else nan
+            yield "rdzv_condition", [condition.value], value
+        if (inspection := seen.readable) is not None and inspection.document is not None:
+            yield from _now(inspection, inspection.document)
             yield from self._past(seen.run_id)
 
     def _past(self, run_id: str) -> Iterator[tuple[str, Sequence[str], float]]:
@@ -169,12 +148,12 @@ def _now(
     numbers = Counter(it.state.value for it in nodes)
     for name in STATES:
         yield "rdzv_nodes", [name], numbers[name]
-    silence = next((it.silence for it in nodes if it.leader), _UNKNOWN)
+    silence = next((it.silence for it in nodes if it.leader), nan)
     yield "rdzv_leader_silence_seconds", [], silence
     newest = max((record.at for record in inspection.records.values()), default=0)
-    yield "rdzv_last_heartbeat_timestamp_seconds", [], newest or _UNKNOWN
-    yield "rdzv_phase_began_timestamp_seconds", [], document.since or _UNKNOWN
-    yield "rdzv_last_call_ends_timestamp_seconds", [], inspection.last_call_until or _UNKNOWN
+    yield "rdzv_last_heartbeat_timestamp_seconds", [], newest or nan
+    yield "rdzv_phase_began_timestamp_seconds", [], document.since or nan
+    yield "rdzv_last_call_ends_timestamp_seconds", [], inspection.last_call_until or nan
     if inspection.members_up is not None:
         yield "rdzv_store_members_up", [], inspection.members_up.up
     clocks = {it.address: it.clock for it in nodes if it.address and it.clock is not None}

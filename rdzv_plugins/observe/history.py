@@ -1,18 +1,17 @@
 """Records that outlive a run: ends of runs, last rounds, excluded hosts, the list of all runs.
 
-It stands outside the run's own keys, which expire soon after the end, under run ids that no job can
-have: ``!archive/<run id>`` has the tombstones and the rounds of one run id, ``!runs`` has an entry
-for each run id, and ``!excluded`` has the hosts that each run id excludes.
+They have run ids that no job can have: ``!archive/<run id>`` has the tombstones and the rounds of
+one run id, ``!runs`` an entry for each run id, ``!excluded`` the hosts that each run id excludes.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from shlex import quote
+from typing import TypeVar
 
 import msgspec
 
@@ -39,6 +38,8 @@ from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed, why_unreadable
 from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.settings.run_ids import is_possible
+
+T = TypeVar("T")
 
 _ENDED = "ended/"
 _ROUNDS = "rounds/"
@@ -71,14 +72,11 @@ class Row(RoundRecord, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The entry of a run id in the list of runs: its last run, as noted last.
+    """The entry of a run id in the list of runs: its last run, and the round that was noted last.
 
     Attributes:
-        run: the run id.
         began: when the run was founded, on the wall clock of that node; ISO 8601 in UTC.
-        at: when the entry was written.
-        until: when it may be deleted.
-        phase, round, nodes, reason: of the round that was noted last.
+        at, until: when the entry was written, and when it may be deleted.
         outcome: how the run ended; None: its end was not noted.
     """
 
@@ -116,7 +114,6 @@ class Archive:
 
     Args:
         open: connects to the namespace of a run id.
-        run_id: whose archive.
         history_ttl: seconds that rounds and the entry in the list are kept; 0: neither is written.
     """
 
@@ -128,19 +125,30 @@ class Archive:
         self._history_ttl = history_ttl
         self._kept = max(_TOMBSTONE_SECONDS, history_ttl)
 
+    def _own(self) -> closing[KeyValueClient]:
+        return closing(self._open(archive_run_id(self._run_id)))
+
     def put_tombstone(self, ended: RoundDocument) -> None:
         """Record that this incarnation ended; all records expire a week after the last one."""
         outcome = ended.outcome or Outcome.CLOSED
         story = {"outcome": outcome.value, "round": ended.round, "reason": plain(ended.reason)}
         story["at"] = _iso(datetime.now(UTC))
-        with closing(self._open(archive_run_id(self._run_id))) as client:
-            client.put(_ENDED + ended.incarnation, json.dumps(story).encode())
+        self._keep(_ENDED, ended.incarnation, msgspec.json.encode(story), _MOST_TOMBSTONES)
+
+    def _keep(self, prefix: str, key: str, value: bytes, most: int) -> None:
+        """Put a value, and delete the oldest values of its kind beyond ``most``."""
+        with self._own() as client:
+            client.put(prefix + key, value)
             client.expire(self._kept)
-            _keep_newest(client, _ENDED, _MOST_TOMBSTONES)
+            entries = client.list(prefix)
+            # What cannot be read goes first.
+            ages = {key: it.at if (it := _decode(_ENDS, entries[key])) else "" for key in entries}
+            if len(entries) > most:
+                client.delete_many(sorted(ages, key=ages.__getitem__)[: len(entries) - most])
 
     def tombstone(self, incarnation: str) -> Outcome | None:
         """How this incarnation ended; None: no end is recorded."""
-        with closing(self._open(archive_run_id(self._run_id))) as client:
+        with self._own() as client:
             entry = client.get(_ENDED + incarnation)
         if entry is None:
             return None
@@ -152,42 +160,29 @@ class Archive:
     def note(self, record: RoundRecord, at: datetime | None = None) -> None:
         """Keep a round, or the end of the run; and say in the list of runs how the run stands.
 
-        The oldest rounds beyond fifty are dropped.
-
-        Args:
-            at: when it was so, on this host's wall clock; None: now.
+        ``at``: when it was so, on this host's wall clock; None: now.
         """
         if not self._history_ttl:
             return
         at = at or datetime.now(UTC)
         if record.phase is not Phase.FORMING:
-            row = Row(**{**msgspec.structs.asdict(record), "at": _iso(at)})
+            row = msgspec.json.encode(Row(**msgspec.structs.asdict(record), at=_iso(at)))
             place = "end" if record.phase is Phase.CLOSED else f"{record.round:08d}"
-            with closing(self._open(archive_run_id(self._run_id))) as client:
-                key = f"{_ROUNDS}{record.incarnation}/{place}"
-                client.put(key, msgspec.json.encode(row))
-                client.expire(self._kept)
-                _keep_newest(client, _ROUNDS, _MOST_ROUNDS)
+            self._keep(_ROUNDS, f"{record.incarnation}/{place}", row, _MOST_ROUNDS)
         with closing(self._open(LIST)) as client:
             self._enlist(client, record, at)
 
     def rows(self) -> list[Row]:
         """The rounds and ends of the id's runs that are kept, oldest first."""
-        with closing(self._open(archive_run_id(self._run_id))) as client:
+        with self._own() as client:
             entries = client.list(_ROUNDS)
-        found = []
-        for entry in entries.values():
-            try:
-                row = decode(_ROWS, entry.value, SMALL_BYTES)
-            except RefusedValueError:
-                continue  # For display only: another version's.
-            if is_time(row.at):
-                found.append(row)
+        rows = (row for entry in entries.values() if (row := _decode(_ROWS, entry)) is not None)
+        found = [row for row in rows if is_time(row.at)]
         return sorted(found, key=lambda row: (row.at, row.phase.order, row.round))
 
     def why_unreadable(self) -> str:
         """Why no round that is kept is this client's to read, for people; "": some are, or none."""
-        with closing(self._open(archive_run_id(self._run_id))) as client:
+        with self._own() as client:
             return why_unreadable(client, "the history of the run")
 
     def last(self) -> Row | Listed | None:
@@ -197,8 +192,7 @@ class Archive:
         """
         rows = self.rows()
         with closing(self._open(LIST)) as client:
-            entry = client.get(self._run_id)
-        listed = _decode({self._run_id: entry} if entry is not None else {}).get(self._run_id)
+            listed = _listed({self._run_id: client.get(self._run_id)}).get(self._run_id)
         if listed is None or not rows:
             return listed or (rows[-1] if rows else None)
         row = rows[-1]
@@ -231,24 +225,17 @@ class Archive:
         last = self.last()
         if last is None or last.outcome is not None:
             return False
-        self.note(
-            RoundRecord(
-                incarnation=last.incarnation,
-                round=last.round,
-                phase=Phase.CLOSED,
-                nodes=last.nodes,
-                reason=reason,
-                outcome=Outcome.CLOSED,
-            )
-        )
+        end = RoundRecord(
+            incarnation=last.incarnation, round=last.round, phase=Phase.CLOSED, nodes=last.nodes,
+            reason=reason, outcome=Outcome.CLOSED,
+        )  # fmt: skip
+        self.note(end)
         return True
 
     def exclusions(self, now: float, all_runs: bool | None = None) -> tuple[Exclusion, ...]:
         """The exclusions that hold for the runs of this id, whoever runs now; one a host.
 
-        Args:
-            now: seconds since the epoch.
-            all_runs: only those for all runs, or only those for this id alone; None: both.
+        ``all_runs``: only those for all runs, or only those for this id alone; None: both.
         """
         keys = {None: (_ALL_RUNS, self._run_id), True: (_ALL_RUNS,), False: (self._run_id,)}
         with closing(self._open(EXCLUDED)) as client:
@@ -278,26 +265,25 @@ class Archive:
     ) -> None:
         key = _ALL_RUNS if all_runs else self._run_id
         with closing(self._open(EXCLUDED)) as client:
-            entry, written, refused = client.get(key), False, 0
-            while not written:
+            entry, written = client.get(key), False
+            for refused in range(_MOST_REFUSALS):
                 if entry is not None and is_sealed(entry.value):
                     raise RendezvousStateError(f"the list of excluded hosts {NO_SECRET_HERE}")
                 held = _hold(change(_hold(_excluded(entry), now)), now)
                 value, expected = msgspec.json.encode(held), entry.version if entry else None
                 entry, written = client.compare_and_set(key, value, expected)
-                if not written:
-                    if refused == _MOST_REFUSALS:
-                        raise RendezvousConnectionError(
-                            "others change the list of excluded hosts again and again, so that "
-                            "nothing was changed: try once more"
-                        )
-                    time.sleep(pause_after(refused))
-                    refused += 1
-            seen, entries, looks = None, client.list(""), 0
-            # Again if another changed them meanwhile: its deadline may have come before this one.
-            while seen != (seen := {it: entry.version for it, entry in entries.items()}):
-                looks += 1
-                if looks > _MOST_REFUSALS:
+                if written:
+                    break
+                time.sleep(pause_after(refused))
+            else:
+                raise RendezvousConnectionError(
+                    "others change the list of excluded hosts again and again, so that nothing was "
+                    "changed: try once more"
+                )
+            seen, entries = None, client.list("")
+            for _ in range(_MOST_REFUSALS):
+                # Again if another changed them meanwhile: its deadline may have come before this.
+                if seen == (seen := {it: entry.version for it, entry in entries.items()}):
                     return
                 kept = (it for entry in entries.values() for it in _hold(_excluded(entry), now))
                 ends = [_LONGEST_EXCLUSION if it.until is None else it.until - now for it in kept]
@@ -306,20 +292,18 @@ class Archive:
                 entries = client.list("")
 
     def _enlist(self, client: KeyValueClient, record: RoundRecord, at: datetime) -> None:
-        if record.phase is Phase.RUNNING:
-            # The whole list is read only where runs begin and end.
-            entry = client.get(self._run_id)
-            runs = _decode({self._run_id: entry} if entry is not None else {})
-        else:
-            runs = _decode(client.list(""))
+        # The whole list is read only where runs begin and end.
+        only = {self._run_id: client.get(self._run_id)} if record.phase is Phase.RUNNING else None
+        runs = _listed(client.list("") if only is None else only)
         before = runs.get(self._run_id)
-        goes_on = before is not None and before.incarnation == record.incarnation
-        if before is not None and goes_on and before.at > _iso(at):
+        if before is not None and before.incarnation != record.incarnation:
+            before = None
+        if before is not None and before.at > _iso(at):
             return  # Another node has noted a later round, or the end.
         listed = Listed(
             run=self._run_id,
             incarnation=record.incarnation,
-            began=before.began if before is not None and goes_on else _iso(at),
+            began=before.began if before is not None else _iso(at),
             at=_iso(at),
             until=_iso(at + timedelta(seconds=self._history_ttl)),
             phase=record.phase,
@@ -339,11 +323,7 @@ def free_now(run_id: str) -> str:
 
 
 def list_runs(open: Callable[[str], KeyValueClient]) -> dict[str, Listed]:
-    """All runs of the last ``history_ttl`` seconds under the prefix, by run id.
-
-    Args:
-        open: connects to the namespace of a run id.
-    """
+    """All runs of the last ``history_ttl`` seconds under the prefix, by run id."""
     with closing(open(LIST)) as client:
         return read_list(client)
 
@@ -354,7 +334,7 @@ def read_list(client: KeyValueClient) -> dict[str, Listed]:
     Raises `RendezvousStateError` where this client has not the secret of all that stands there.
     """
     entries = client.list("")
-    runs = _decode(entries)
+    runs = _listed(entries)
     if not runs:
         sealed = any(is_sealed(entry.value) for entry in entries.values())
         if said := f"the list of runs {NO_SECRET_HERE}" if sealed else client.why_absent(""):
@@ -372,42 +352,32 @@ def _clean(run_id: str) -> str:
     return f"rdzv clean -i {quote(run_id)}"
 
 
-def _decode(entries: Mapping[str, Entry]) -> dict[str, Listed]:
-    runs = {}
-    for run, entry in entries.items():
-        try:
-            listed = decode(_LISTED, entry.value, SMALL_BYTES)
-        except RefusedValueError:
-            continue
-        if listed.run == run and all(map(is_time, (listed.began, listed.at, listed.until))):
-            runs[run] = listed
-    return runs
+def _decode(
+    decoder: msgspec.json.Decoder[T], entry: Entry | None, most: int = SMALL_BYTES
+) -> T | None:
+    """None also for a value of another version, or a damaged one."""
+    try:
+        return decode(decoder, entry.value, most) if entry is not None else None
+    except RefusedValueError:
+        return None
+
+
+def _listed(entries: Mapping[str, Entry | None]) -> dict[str, Listed]:
+    runs = {run: _decode(_LISTED, entry) for run, entry in entries.items()}
+    return {
+        run: it
+        for run, it in runs.items()
+        if it is not None and it.run == run and all(map(is_time, (it.began, it.at, it.until)))
+    }
 
 
 def _excluded(entry: Entry | None) -> tuple[Exclusion, ...]:
-    try:
-        return decode(_EXCLUSIONS, entry.value, _EXCLUSIONS_BYTES) if entry is not None else ()
-    except RefusedValueError:
-        return ()  # Another version's, or damaged.
+    return _decode(_EXCLUSIONS, entry, _EXCLUSIONS_BYTES) or ()
 
 
 def _hold(exclusions: Iterable[Exclusion], now: float) -> tuple[Exclusion, ...]:
     """The exclusions that hold; of a host's the last."""
     return tuple({it.host: it for it in exclusions if it.holds(now)}.values())
-
-
-def _keep_newest(client: KeyValueClient, prefix: str, most: int) -> None:
-    entries = client.list(prefix)
-    if len(entries) > most:
-        by_age = sorted(entries, key=lambda key: _noted_at(entries[key].value))
-        client.delete_many(by_age[: len(entries) - most])
-
-
-def _noted_at(value: bytes) -> str:
-    try:
-        return decode(_ENDS, value, SMALL_BYTES).at
-    except RefusedValueError:
-        return ""  # It goes first.
 
 
 def _iso(at: datetime) -> str:

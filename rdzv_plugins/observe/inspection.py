@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from shlex import quote
 from typing import Any
 
-from msgspec import to_builtins
-from msgspec.structs import replace
+from msgspec import Struct, to_builtins
+from msgspec.structs import asdict, replace
 
 from rdzv_plugins.kv import Entry, KeyValueClient, MembersUp, RendezvousStateError, Version
 from rdzv_plugins.kv.gate import plain
@@ -70,22 +69,16 @@ class Condition(StrEnum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeState:
-    """A node of a run, as seen from outside.
+class NodeState(Struct, frozen=True, kw_only=True):
+    """A node of a run, as seen from outside; docs/commands.md describes each field.
 
     Attributes:
         rank: in the present round; None: it is not in it.
-        unfit: why it asks for no round, where its check failed.
-        state: what it does, in a word.
         silence: seconds of watching in which no heartbeat of it came.
         at: when it wrote its last heartbeat, in seconds since the epoch on its own wall clock; 0:
             not known.
         clock: seconds by which that clock is ahead of this host's, or behind it if negative; None:
             it is not known to differ by more than a few.
-        leader: whether it leads.
-        awaited: whether the forming round waits for it.
-        kept_out: "drained", or until when its host is excluded and why; empty: neither.
     """
 
     node: str
@@ -93,14 +86,25 @@ class NodeState:
     address: str | None
     pid: int | None
     rank: int | None
-    unfit: str
     state: State
-    silence: float
+    unfit: str
     at: int
+    silence: float
     clock: float | None
     leader: bool
     awaited: bool
     kept_out: str
+
+    def report(self) -> dict[str, Any]:
+        """As plain data."""
+        data = asdict(self) | {
+            "odd": self.state.is_odd,
+            "unfit": self.unfit or None,
+            "last_beat": as_iso(self.at),
+            "silence": round(self.silence, 3),
+            "clock": None if self.clock is None else round(self.clock, 1),
+        }
+        return {name: it for name, it in data.items() if name not in ("node", "at")}
 
 
 class Inspection:
@@ -108,11 +112,6 @@ class Inspection:
 
     Its methods raise `RendezvousConnectionError` if the store is away, and
     `RendezvousStateError` if the round document is unreadable, or this client has not its secret.
-
-    Args:
-        client: the run's namespace.
-        archive: of the run's id; asked for the end of a run whose keys are gone.
-        run_id: as in ``--rdzv-id``.
 
     Attributes:
         document: the round document; None: there is none.
@@ -192,8 +191,8 @@ class Inspection:
     @property
     def away(self) -> str:
         """How many of the store's members are up, if some are away; else empty."""
-        whole = self.members_up is None or self.members_up.up == self.members_up.size
-        return "" if whole else str(self.members_up)
+        found = self.members_up
+        return "" if found is None or found.up == found.size else str(found)
 
     @property
     def clocks(self) -> str:
@@ -203,15 +202,11 @@ class Inspection:
             for node, record in self.records.items()
             if (clock := self.clock_of(node)) is not None
         }
-        if not differ:
-            return ""
         worst = sorted(differ, key=lambda host: -abs(differ[host]))
-        named = [
-            f"{host} is {abs(differ[host]):.0f} s {'ahead' if differ[host] > 0 else 'behind'}"
-            for host in worst[:_CLOCKS_SHOWN]
-        ]
-        more = [f"{len(worst) - _CLOCKS_SHOWN} more"] if len(worst) > _CLOCKS_SHOWN else []
-        return f"clocks differ from this host's: {', '.join(named + more)}"
+        named = [f"{host} is {ahead_or_behind(differ[host])}" for host in worst[:_CLOCKS_SHOWN]]
+        if len(worst) > _CLOCKS_SHOWN:
+            named.append(f"{len(worst) - _CLOCKS_SHOWN} more")
+        return f"clocks differ from this host's: {', '.join(named)}" if named else ""
 
     @property
     def in_doubt(self) -> bool:
@@ -263,11 +258,7 @@ class Inspection:
     @property
     def is_known(self) -> bool:
         """Whether `condition` is what was seen, and no guess for want of time to watch."""
-        return (
-            self._needs_no_watch
-            or any(map(self._lives, self._asked))
-            or all(map(self.is_silent, self._asked))
-        )
+        return self._is_told_by(self._lives)
 
     @property
     def is_sure(self) -> bool:
@@ -275,11 +266,11 @@ class Inspection:
 
         Nodes that have just died are still taken for living until then.
         """
-        return (
-            self._needs_no_watch
-            or any(map(self._beats.moved, self._asked))
-            or all(map(self.is_silent, self._asked))
-        )
+        return self._is_told_by(self._beats.moved)
+
+    def _is_told_by(self, lives: Callable[[str], bool]) -> bool:
+        told = any(map(lives, self._asked)) or all(map(self.is_silent, self._asked))
+        return self._needs_no_watch or told
 
     @property
     def last_beat(self) -> str:
@@ -304,7 +295,11 @@ class Inspection:
     @property
     def _asked(self) -> list[str]:
         """The nodes from which heartbeats are expected."""
-        return [node for node, it in self.records.items() if not _is_out(it)]
+        return [
+            node
+            for node, it in self.records.items()
+            if it.status is not Status.LEFT or it.is_unfit  # An unfit one comes back.
+        ]
 
     def _lives(self, node: str) -> bool:
         """Whether a heartbeat was seen to come, or the last one is so new that none is due.
@@ -336,9 +331,9 @@ class Inspection:
             return False
         if self._beats.confirmed_silence(node) >= record.lease:
             return True
-        forms = document is not None and document.phase is Phase.FORMING
-        named = document is not None and forms and record.label in document.cause.lost
-        return named and not self._beats.moved(node)
+        if document is None or document.phase is not Phase.FORMING or self._beats.moved(node):
+            return False
+        return record.label in document.cause.lost
 
     @property
     def condition(self) -> Condition:
@@ -353,10 +348,7 @@ class Inspection:
             return Condition.CLOSED if self.last.outcome is not None else Condition.DEAD
         if document.closed:
             return Condition.CLOSED
-        if not any(
-            not _is_out(record) and not self.is_silent(node)
-            for node, record in self.records.items()
-        ):
+        if all(map(self.is_silent, self._asked)):
             return Condition.DEAD
         return Condition.RUNNING if document.phase is Phase.RUNNING else Condition.FORMING
 
@@ -374,9 +366,7 @@ class Inspection:
     @property
     def event(self) -> str:
         """The sentence without its seconds: it changes only when the run does."""
-        if self.document is None:
-            return self._what_it_was()
-        return of_run(self.situation).lasting
+        return self._what_it_was() if self.document is None else of_run(self.situation).lasting
 
     @property
     def situation(self) -> Situation:
@@ -421,10 +411,10 @@ class Inspection:
             address=record.address if record is not None else None,
             pid=record.pid if record is not None else None,
             rank=document.ranks.get(node),
-            unfit=record.unfit if record is not None else "",
             state=state,
-            silence=self._beats.confirmed_silence(node),
+            unfit=record.unfit if record is not None else "",
             at=record.at if record is not None else 0,
+            silence=self._beats.confirmed_silence(node),
             clock=self.clock_of(node),
             leader=node == document.leader,
             awaited=node in at.awaited and not at.is_gone(node),
@@ -458,30 +448,13 @@ class Inspection:
             "clocks": self.clocks or None,
             "away": self.away or None,
             "states": Counter(it.state.value for it in nodes),
-            "nodes": [
-                {
-                    "name": it.name,
-                    "address": it.address,
-                    "pid": it.pid,
-                    "rank": it.rank,
-                    "state": it.state.value,
-                    "odd": it.state.is_odd,
-                    "unfit": it.unfit or None,
-                    "last_beat": as_iso(it.at),
-                    "silence": round(it.silence, 3),
-                    "clock": None if it.clock is None else round(it.clock, 1),
-                    "leader": it.leader,
-                    "awaited": it.awaited,
-                    "kept_out": it.kept_out,
-                }
-                for it in nodes
-            ],
+            "nodes": [it.report() for it in nodes],
         }
 
 
-def _is_out(record: NodeRecord) -> bool:
-    """Whether the node has left and does not come back."""
-    return record.status is Status.LEFT and not record.is_unfit
+def ahead_or_behind(clock: float) -> str:
+    """As "7 s ahead": how far a clock is off, which differs by so many seconds."""
+    return f"{abs(clock):.0f} s {'ahead' if clock > 0 else 'behind'}"
 
 
 def what_it_was(last: Row | Listed | None) -> str:

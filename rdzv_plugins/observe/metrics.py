@@ -1,12 +1,8 @@
 """A node's measurements of itself and of its store: for Prometheus, and through OpenTelemetry.
 
-`TABLE` is the one table of what there is, also of what the exporter tells of all runs;
-``docs/metrics.md`` shows it, and a test compares the two. `build` makes a node's metrics in a
-registry of prometheus-client. `Report` fills them for one node. Without the options
-``metrics_port`` and ``otel`` there is no `Report`, and the node runs as if this module did not
-exist.
-
-Neither prometheus-client nor OpenTelemetry is imported before it is needed.
+`TABLE` has all metrics, also those of the exporter; ``docs/metrics.md`` shows it, and a test
+compares the two. Without the options ``metrics_port`` and ``otel`` a node makes no `Report`, and
+imports neither prometheus-client nor OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -17,7 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from math import isnan, nan
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import rdzv_plugins
 from rdzv_plugins.kv import (
@@ -37,6 +34,7 @@ from rdzv_plugins.protocol.rules import Rules, View
 from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.words import call_ends
 from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.settings.parsing import cannot_import
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -55,8 +53,6 @@ _REQUEST_BUCKETS = (
 _FORMING_BUCKETS = (
     0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
-
-_UNKNOWN = float("nan")
 
 # The methods of a client that are timed.
 _REQUESTS = {
@@ -84,10 +80,8 @@ class Metric:
     """A row of the table.
 
     Attributes:
-        name: as Prometheus shows it; seconds are its only unit.
-        text: what it is.
-        labels: of a node's; the exporter's have the label ``run`` before them.
-        of_run: False: it is about the store, and the exporter's too is without that label.
+        labels: of a node's metric; the exporter's has the label ``run`` before them.
+        of_run: False: it is about the store, and the exporter's has no label ``run`` either.
         buckets: upper bounds, of a histogram.
     """
 
@@ -176,18 +170,13 @@ def build(registry: CollectorRegistry) -> dict[str, Counter | Gauge | Histogram]
     """Make the metrics of `METRICS` in a registry of prometheus-client."""
     from prometheus_client import Counter, Gauge, Histogram
 
+    kinds = {
+        MetricKind.COUNTER: Counter, MetricKind.GAUGE: Gauge, MetricKind.HISTOGRAM: Histogram
+    }  # fmt: skip
     built: dict[str, Counter | Gauge | Histogram] = {}
-    for metric in METRICS:
-        name, text, labels = metric.name, metric.text, metric.labels
-        match metric.kind:
-            case MetricKind.COUNTER:
-                built[name] = Counter(name, text, labels, registry=registry)
-            case MetricKind.GAUGE:
-                built[name] = Gauge(name, text, labels, registry=registry)
-            case MetricKind.HISTOGRAM:
-                built[name] = Histogram(
-                    name, text, labels, registry=registry, buckets=metric.buckets
-                )
+    for it in METRICS:
+        more: dict[str, Any] = {"buckets": it.buckets} if it.buckets else {}
+        built[it.name] = kinds[it.kind](it.name, it.text, it.labels, registry=registry, **more)
     return built
 
 
@@ -202,38 +191,19 @@ def refuse_unless_installed(settings: Settings) -> None:
         ("metrics_port", settings.metrics_port is not None, "prometheus_client"),
         ("otel", settings.otel, "opentelemetry.metrics"),
     ):
-        if not wanted:
-            continue
         try:
-            import_module(package)
+            if wanted:
+                import_module(package)
         except ImportError as error:
-            extra = option.partition("_")[0]
-            raise ValueError(
-                f"option '{option}' needs the package '{error.name}', which cannot be imported "
-                f'({error}). Install it with: pip install "rdzv-plugins[{extra}]"'
-            ) from error
+            extra = f"rdzv-plugins[{option.partition('_')[0]}]"
+            raise cannot_import(f"option '{option}'", extra, error) from error
 
 
 class Report:
-    """Measures one node, and serves or reports what it measures.
-
-    Args:
-        run_id: as in ``--rdzv-id``.
-        node: that is measured.
-        backend: the store's name.
-        rules: the run's settings.
-        settings: with ``metrics_port`` or ``otel``; see `refuse_unless_installed`.
-        log: the node's.
-    """
+    """Measures one node, and serves or reports what it measures."""
 
     def __init__(
-        self,
-        run_id: str,
-        node: Node,
-        backend: str,
-        rules: Rules,
-        settings: Settings,
-        log: RunLog,
+        self, run_id: str, node: Node, backend: str, rules: Rules, settings: Settings, log: RunLog
     ) -> None:
         self._node = node
         self._rules = rules
@@ -243,7 +213,7 @@ class Report:
             "backend": backend,
             "version": rdzv_plugins.__version__,
         }
-        self._outputs: list[_Output] = []
+        self._outputs: list[_Prometheus | _OpenTelemetry] = []
         self._server: Any = None
         self._rounds = 0
         self._status: Status | None = None
@@ -255,7 +225,8 @@ class Report:
         # Up to when the outage that lasts has been counted.
         self._away_at: float | None = None
         if settings.otel:
-            self._outputs.append(_OpenTelemetry(self.gauges))
+            # An SDK never forgets an instrument's callbacks.
+            self._outputs.append(_OpenTelemetry(lambda: self.gauges() if self._outputs else ()))
         if settings.metrics_port is not None:
             self._serve(run_id, settings, settings.metrics_port, log)
         for cause in CAUSES:
@@ -269,16 +240,11 @@ class Report:
         host, registry = settings.metrics_host or LOOPBACK, CollectorRegistry()
         output = _Prometheus(registry)
         try:
+            access, name = PageAccess(host, settings), f"rdzv-{run_id}-metrics"
             self._server = MetricsServer(
-                host,
-                port,
-                PageAccess(host, settings),
-                registry,
-                before_metrics=lambda: output.take(self.gauges()),
-                health=self.health,
-                why=lambda: str(self._node.diagnosis),
-                name=f"rdzv-{run_id}-metrics",
-            )
+                host, port, access, registry, lambda: output.take(self.gauges()), self.health,
+                lambda: str(self._node.diagnosis), name,
+            )  # fmt: skip
         except (OSError, UnicodeError) as error:
             if exhausted(error) is not None:
                 raise  # The node, too, is not made now.
@@ -294,8 +260,6 @@ class Report:
         """Serve and report nothing any more."""
         if self._server is not None:
             self._server.close()
-        for output in self._outputs:
-            output.close()
         self._outputs = []
 
     def measured(self, client: KeyValueClient) -> KeyValueClient:
@@ -304,10 +268,7 @@ class Report:
         return cast("KeyValueClient", Measured(client, self._note_request, retried))
 
     def health(self) -> tuple[bool, str]:
-        """Whether this node's thread does its work, and a sentence for people.
-
-        It does while the store is away: an agent that is restarted for that loses its workers.
-        """
+        """Whether this node's thread does its work, as it does in an outage; and a sentence."""
         now, longest = time.monotonic(), self._rules.lease + self._rules.interval
         if self._lived_at is None:
             return True, "the agent has not asked for a round yet"
@@ -336,23 +297,23 @@ class Report:
         document = view.document
         leads = document is not None and not document.closed and document.leader == view.me
         yield "rdzv_info", self._info, 1
-        yield "rdzv_round", {}, document.round if document is not None else _UNKNOWN
+        yield "rdzv_round", {}, document.round if document is not None else nan
         yield "rdzv_round_nodes", {}, document.size if document is not None else 0
         for phase in Phase:
             is_in = document is not None and document.phase is phase
             yield "rdzv_phase", {"phase": phase.value}, is_in
         since = document.since if document is not None else 0
-        yield "rdzv_phase_began_timestamp_seconds", {}, since or _UNKNOWN
+        yield "rdzv_phase_began_timestamp_seconds", {}, since or nan
         leader = view.record if leads else view.leader
         ends = call_ends(document, leader) if document is not None and leader is not None else 0
-        yield "rdzv_last_call_ends_timestamp_seconds", {}, ends or _UNKNOWN
+        yield "rdzv_last_call_ends_timestamp_seconds", {}, ends or nan
         if leads and view.records is not None:
             for name, number in _by_state(view).items():
                 yield "rdzv_nodes", {"state": name}, number
         yield "rdzv_nodes_waiting", {}, self._node.waiting
         yield "rdzv_leads", {}, leads
         beat = self._beat_at
-        age = _UNKNOWN if beat is None else max(0.0, now - beat)  # It may beat just now.
+        age = nan if beat is None else max(0.0, now - beat)  # It may beat just now.
         yield "rdzv_heartbeat_age_seconds", {}, age
         yield "rdzv_leader_silence_seconds", {}, _leaders_silence(view)
         yield "rdzv_lease_seconds", {}, self._rules.lease
@@ -409,16 +370,14 @@ def _by_state(view: View) -> dict[str, int]:
 def _leaders_silence(view: View) -> float:
     leader = view.document.leader if view.document is not None else None
     if leader is None:
-        return _UNKNOWN
+        return nan
     return 0.0 if leader == view.me else view.possible_silence(leader)
 
 
 class Measured:
     """Stands for a client, and times its requests; everything else is the client's.
 
-    Args:
-        note: gets the method's name, its seconds, and the error of a request that failed.
-        retried: called before each attempt after a request's first, where the client tells.
+    ``note`` gets the method's name, its seconds, and the error of a request that failed.
     """
 
     def __init__(
@@ -448,17 +407,9 @@ class Measured:
         return answer
 
 
-class _Output(Protocol):
-    """Where measurements go; its methods are called from several threads."""
-
-    def add(self, name: str, amount: float, labels: Mapping[str, str]) -> None: ...
-
-    def observe(self, name: str, value: float, labels: Mapping[str, str]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _Prometheus:
+    """Like `_OpenTelemetry`: `add` and `observe` are called from several threads."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
         self._built: dict[str, Any] = dict(build(registry))
 
@@ -480,49 +431,37 @@ class _Prometheus:
         for name, labels, value in samples:
             self._of(name, labels).set(value)
 
-    def close(self) -> None:
-        pass
-
 
 class _OpenTelemetry:
-    """The same metrics as instruments of OpenTelemetry, in whatever SDK the application has set up.
-
-    Args:
-        samples: reads the gauges.
-    """
+    """The same metrics as instruments of OpenTelemetry, in the SDK that the application set up."""
 
     def __init__(self, samples: Callable[[], Iterable[Sample]]) -> None:
         from opentelemetry import metrics
 
-        self._samples: Callable[[], Iterable[Sample]] | None = samples
+        self._samples = samples
         self._built: dict[str, Any] = {}
         meter = metrics.get_meter("rdzv_plugins", rdzv_plugins.__version__)
-        for metric in METRICS:
-            unit = "s" if "seconds" in metric.name else "1"
-            match metric.kind:
+        for it in METRICS:
+            shared = it.name, "s" if "seconds" in it.name else "1", it.text
+            match it.kind:
                 case MetricKind.COUNTER:
-                    made: Any = meter.create_counter(metric.name, unit, metric.text)
+                    made: Any = meter.create_counter(*shared)
                 case MetricKind.HISTOGRAM:
                     made = meter.create_histogram(
-                        metric.name,
-                        unit,
-                        metric.text,
-                        explicit_bucket_boundaries_advisory=metric.buckets,
+                        *shared, explicit_bucket_boundaries_advisory=it.buckets
                     )
                 case MetricKind.GAUGE:
-                    read = [partial(self._read, metric.name)]
-                    made = meter.create_observable_gauge(metric.name, read, unit, metric.text)
-            self._built[metric.name] = made
+                    read = [partial(self._read, it.name)]
+                    made = meter.create_observable_gauge(shared[0], read, *shared[1:])
+            self._built[it.name] = made
 
     def _read(self, wanted: str, _: object) -> Iterable[Any]:
         from opentelemetry.metrics import Observation
 
-        samples = self._samples() if self._samples is not None else ()
-        # A value that is not equal to itself is NaN.
         return [
             Observation(value, labels)
-            for name, labels, value in samples
-            if name == wanted and value == value
+            for name, labels, value in self._samples()
+            if name == wanted and not isnan(value)
         ]
 
     def add(self, name: str, amount: float, labels: Mapping[str, str]) -> None:
@@ -530,7 +469,3 @@ class _OpenTelemetry:
 
     def observe(self, name: str, value: float, labels: Mapping[str, str]) -> None:
         self._built[name].record(value, labels)
-
-    def close(self) -> None:
-        # An SDK never forgets an instrument's callbacks.
-        self._samples = None

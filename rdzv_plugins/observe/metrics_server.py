@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from rdzv_plugins.kv import exhausted
 from rdzv_plugins.observe import page_access
 from rdzv_plugins.observe.page_access import PageAccess
+from rdzv_plugins.settings.endpoint import at
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +41,8 @@ class MetricsServer:
     """An HTTP server of ``/metrics``, ``/healthz`` and ``/why``.
 
     Args:
-        host, port: where it listens; port 0: on any free one.
-        access: who may read the pages.
-        registry: what ``/metrics`` shows.
-        before_metrics: called before it is shown.
+        port: 0: any free one.
+        before_metrics: called before ``registry`` is shown.
         health: whether all is well (status 200, else 503), and the text of ``/healthz``.
         why: the text of ``/why``.
         name: of the thread.
@@ -57,7 +56,6 @@ class MetricsServer:
         port: int,
         access: PageAccess,
         registry: CollectorRegistry,
-        *,
         before_metrics: Callable[[], object],
         health: Callable[[], tuple[bool, str]],
         why: Callable[[], str],
@@ -71,7 +69,7 @@ class MetricsServer:
         self._stopping = threading.Event()
         # What is shown is made by one thread at a time; whether all is well is told beside that.
         self._one = threading.Lock()
-        self._server = _server_class(host)((host, port), _Request)
+        self._server = (_ServerOnIPv6 if ":" in host else _Server)((host, port), _Request)
         self._server.set_app(self._answer)
         _open.add(self._server)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -85,8 +83,7 @@ class MetricsServer:
     def url(self) -> str:
         """Without a path; with the port that was free, where any was asked for."""
         host, port = self._server.server_address[:2]
-        shown = f"[{host!s}]" if ":" in str(host) else str(host)
-        return f"http://{shown}:{port}"
+        return f"http://{at(str(host), port)}"
 
     def close(self) -> None:
         """Serve nothing any more, and end the thread."""
@@ -94,14 +91,15 @@ class MetricsServer:
         with suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)  # It wakes the thread.
         self._thread.join(_STOP_SECONDS)
-        self._server.cut_all()
+        self._server.cut_late(math.inf)
         self._server.server_close()
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
             try:
                 self._server.handle_request()
-                self._server.service_actions()
+                # Cut off also those that drip, which are never silent.
+                self._server.cut_late(time.monotonic())
             except (OSError, ValueError):
                 if not self._stopping.is_set():
                     log.exception("the metrics of this node are served no longer")
@@ -149,7 +147,9 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         with self._lock:
             self._clients[request] = time.monotonic() + _CLIENT_SECONDS
             others = [*self._clients][:-1]
-            oldest = min(others, key=self._is_at_work) if len(others) >= _MOST_CLIENTS else None
+            crowded = len(others) >= _MOST_CLIENTS
+            # A client whose page is being made, and which so may stay, comes after all others.
+            oldest = min(others, key=lambda it: self._clients[it] == math.inf) if crowded else None
         if oldest is not None:
             self._cut(oldest)
         try:
@@ -167,9 +167,8 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._clients.pop(request, None)
         super().shutdown_request(request)
 
-    def service_actions(self) -> None:
-        """Cut off those whose time is over: one that drips is never silent."""
-        now = time.monotonic()
+    def cut_late(self, now: float) -> None:
+        """Cut off all clients whose time is over then; infinite: all clients."""
         with self._lock:
             late = [client for client, until in self._clients.items() if until <= now]
         for client in late:
@@ -184,20 +183,10 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         finally:
             self._give(client, time.monotonic() + _CLIENT_SECONDS)
 
-    def _is_at_work(self, client: socket.socket) -> bool:
-        return self._clients[client] == math.inf
-
     def _give(self, client: socket.socket, until: float) -> None:
         with self._lock:
             if self._clients.pop(client, None) is not None:
                 self._clients[client] = until
-
-    def cut_all(self) -> None:
-        """Let no client keep its thread."""
-        with self._lock:
-            clients = [*self._clients]
-        for client in clients:
-            self._cut(client)
 
     def _cut(self, client: socket.socket) -> None:
         with self._lock:
@@ -225,10 +214,6 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
 class _ServerOnIPv6(_Server):
     address_family = socket.AF_INET6
-
-
-def _server_class(host: str) -> type[_Server]:
-    return _ServerOnIPv6 if ":" in host else _Server
 
 
 class _Request(WSGIRequestHandler):

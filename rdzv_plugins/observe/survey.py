@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -65,45 +66,43 @@ class Seen:
     @property
     def is_known(self) -> bool:
         """Whether `condition` is what was seen, and no guess for want of time to watch."""
-        return self.is_over or (
-            self.error is None and self.inspection is not None and self.inspection.is_known
-        )
+        return self.is_over or (self.readable is not None and self.readable.is_known)
+
+    @property
+    def readable(self) -> Inspection | None:
+        """The inspection of a run that goes on and could be read; else None."""
+        return None if self.is_over or self.error is not None else self.inspection
 
     @property
     def condition(self) -> Condition | None:
         """None: the run cannot be read."""
         if self.is_over:
             return Condition.CLOSED
-        if self.error is not None or self.inspection is None:
-            return None
-        return self.inspection.condition
+        return self.readable.condition if self.readable is not None else None
 
     @property
     def sentence(self) -> str:
         if self.is_over:
             return what_it_was(self.listed)
-        if self.error is not None or self.inspection is None:
+        if self.readable is None:
             return self.error or "it has not been read yet"
-        return self.inspection.sentence
+        return self.readable.sentence
 
     def report(self) -> dict[str, Any]:
-        """The run as plain data: `Inspection.report`, and what the list of runs says.
-
-        ``told``: whether the run has been watched for long enough to tell who lives.
-        """
-        listed, condition = self.listed, self.condition
+        """`Inspection.report`, what the list of runs says, and ``told``: `can_tell`."""
+        listed = self.listed
         found = None
-        if self.inspection is not None and self.error is None and not self.is_over:
+        if self.readable is not None:
             try:
-                found = self.inspection.report()
+                found = self.readable.report()
             except Exception as error:
                 # One broken run never costs the others.
-                self.error, condition = _broken(self.run_id, error), None
+                self.error = _broken(self.run_id, error)
         if found is None:
             found = {
                 "schema": SCHEMA,
                 "run": self.run_id,
-                "condition": condition.value if condition is not None else "unreadable",
+                "condition": self.condition or "unreadable",
                 "sentence": self.sentence,
                 "last": to_builtins(listed),
             }
@@ -120,10 +119,6 @@ class Survey:
     A run whose end is noted is read from the list of runs alone. Only `rows` and `close` may be
     called from another thread than `look`.
 
-    Args:
-        open: connects to the namespace of a run id.
-        archive: makes the archive of a run id.
-
     Attributes:
         runs: by run id, the newest first.
         away: when the store went away, and why, as a line; None: it answered at the last look.
@@ -139,7 +134,6 @@ class Survey:
         self._list: KeyValueClient | None = None
         # When each run was looked at, in monotonic seconds.
         self._looked: dict[str, float] = {}
-        # The runs whose connections are open.
         self._connected: set[str] = set()
         self._rows: dict[str, tuple[Listed | None, list[Row]]] = {}
 
@@ -155,7 +149,8 @@ class Survey:
                 self._list = self._open(LIST)
             listed = read_list(self._list)
             in_turn = 0
-            for run_id in self._ordered({**runs, **listed}):
+            # The run that was looked at longest ago comes first.
+            for run_id in sorted({**runs, **listed}, key=lambda run: self._looked.get(run, 0.0)):
                 seen = runs.setdefault(run_id, Seen(run_id))
                 if seen.inspection is not None and seen.client is None and not seen.is_gone:
                     in_turn += 1
@@ -195,16 +190,11 @@ class Survey:
         """
         seen = self.runs.get(run_id)
         listed = seen.listed if seen is not None else None
-        known_of, known = self._rows.get(run_id, (None, []))
-        if run_id in self._rows and known_of == listed:
-            return known
-        try:
-            # A leader writes the row before it writes the list.
-            rows = self._archive(run_id).rows()
-        except RendezvousConnectionError:
-            return known
-        self._rows[run_id] = listed, rows
-        return rows
+        if run_id not in self._rows or self._rows[run_id][0] != listed:
+            with suppress(RendezvousConnectionError):
+                # A leader writes the row before it writes the list.
+                self._rows[run_id] = listed, self._archive(run_id).rows()
+        return self._rows.get(run_id, (listed, []))[1]
 
     def close(self) -> None:
         """Close all connections; a look that another thread has under way ends."""
@@ -212,10 +202,6 @@ class Survey:
             self._hang_up(seen)
         if self._list is not None:
             self._list.close()
-
-    def _ordered(self, runs: Iterable[str]) -> list[str]:
-        """The runs in the order of their last looks, the longest ago first."""
-        return sorted(runs, key=lambda run: self._looked.get(run, 0.0))
 
     def _hang_up(self, seen: Seen) -> None:
         self._connected.discard(seen.run_id)

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 from torch.distributed.elastic.rendezvous.api import (
@@ -212,7 +212,7 @@ def _placed(settings: Settings, params: RendezvousParameters) -> Settings:
             f"segment={rules.segment} needs the domain of this node, which neither Slurm nor NVML "
             "tells: set domain=... or $RDZV_PLUGINS_DOMAIN"
         )
-    return settings.placed_in(domain)
+    return replace(settings, domain=domain)
 
 
 def _over(

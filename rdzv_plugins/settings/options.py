@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
@@ -196,10 +196,7 @@ class Settings:
             raise ValueError(
                 f"option 'metrics_port': '{self.metrics_port}' must be at most {_LARGEST_PORT}"
             )
-        if self.page_token is not None and self.page_token_file is not None:
-            raise ValueError(
-                "page_token_file and $RDZV_PLUGINS_PAGE_TOKEN are both set: leave one of them out"
-            )
+        _refuse_both(self.page_token, "page_token_file", self.page_token_file)
         if self.domain is not None:
             topology.levels(self.domain)
         if self.outage_limit is not None:
@@ -219,13 +216,13 @@ class Settings:
                     f"option 'network': '{self.network}' is no network such as 10.1.0.0/16"
                 ) from None
         if self.master_port is not None:
-            first, last = _port_range(self.master_port)
-            if not 0 < first <= last <= _LARGEST_PORT:
+            ports = self.ports
+            if not 0 < ports.start < ports.stop <= _LARGEST_PORT + 1:
                 raise ValueError(
                     f"option 'master_port': '{self.master_port}' is no range such as 30000-30999, "
                     f"up to {_LARGEST_PORT}"
                 )
-            if last - first < _PORTS_OF_MASTER:
+            if len(ports) <= _PORTS_OF_MASTER:
                 raise ValueError(
                     f"option 'master_port': '{self.master_port}' has less than "
                     f"{_PORTS_OF_MASTER + 1} ports: MASTER_PORT, that of the round before, and one "
@@ -240,8 +237,8 @@ class Settings:
     @property
     def ports(self) -> range:
         """The ports of ``master_port``; port 0 stands for any that is free."""
-        first, last = _port_range(self.master_port or "0")
-        return range(first, last + 1)
+        match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", self.master_port or "0", re.ASCII)
+        return range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
 
     @property
     def answer_ports(self) -> range:
@@ -250,10 +247,6 @@ class Settings:
         Two are left for rank 0's TCPStore, however many nodes the host has.
         """
         return self.ports[: _PORTS_OF_MASTER - 1 : -1] or self.ports
-
-    def placed_in(self, domain: str | None) -> Settings:
-        """These, of a node in this domain."""
-        return replace(self, domain=domain)
 
     @property
     def policy(self) -> str:
@@ -289,8 +282,7 @@ class Settings:
     def current_page_token(self) -> str | None:
         """The token, or what is now the first line of ``page_token_file``; None: neither is set.
 
-        Raises:
-            UnreadableFileError: the file has none.
+        Raises `UnreadableFileError`.
         """
         return given_or_in_file(self.page_token, "page_token_file", self.page_token_file)
 
@@ -313,10 +305,7 @@ class StoreOptions:
     """file whose first line is the secret; a second one is accepted too, while one is replaced"""
 
     def __post_init__(self) -> None:
-        if self.secret is not None and self.secret_file is not None:
-            raise ValueError(
-                "secret_file and $RDZV_PLUGINS_SECRET are both set: leave one of them out"
-            )
+        _refuse_both(self.secret, "secret_file", self.secret_file)
         # ZooKeeper refuses an empty path segment; refuse it for every store alike.
         if not all(self.prefix.split("/")):
             raise ValueError(
@@ -327,8 +316,7 @@ class StoreOptions:
     def secrets(self) -> tuple[str, ...]:
         """The secrets as they are now: the first seals, all are accepted; empty: none is set.
 
-        Raises:
-            UnreadableFileError: the file has none.
+        Raises `UnreadableFileError`.
         """
         if self.secret_file is None:
             return () if self.secret is None else (self.secret,)
@@ -358,16 +346,12 @@ class ServerOptions(StoreOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.password is not None and self.password_file is not None:
-            raise ValueError(
-                "password_file and $RDZV_PLUGINS_PASSWORD are both set: leave one of them out"
-            )
+        _refuse_both(self.password, "password_file", self.password_file)
 
     def current_password(self) -> str | None:
         """The password, or what is now the first line of ``password_file``; None: neither is set.
 
-        Raises:
-            UnreadableFileError: the file has none.
+        Raises `UnreadableFileError`.
         """
         return given_or_in_file(self.password, "password_file", self.password_file)
 
@@ -384,21 +368,22 @@ class UnreadableFileError(ValueError):
 
 
 def first_line(name: str, path: str) -> str:
-    """The first line of the file ``path``, the value of option ``name``.
-
-    Raises:
-        UnreadableFileError: there is none.
-    """
+    """The first line of the file of option ``name``; raises `UnreadableFileError`."""
     return _lines(name, path)[0]
 
 
 def given_or_in_file(given: str | None, name: str, path: str | None) -> str | None:
     """A secret that is given, or else what is now the first line of its file; None: neither is.
 
-    Raises:
-        UnreadableFileError: the file ``path``, the value of option ``name``, has none.
+    Raises `UnreadableFileError`.
     """
     return given if given is not None or path is None else first_line(name, path)
+
+
+def _refuse_both(given: str | None, name: str, path: str | None) -> None:
+    if given is not None and path is not None:
+        variable = f"$RDZV_PLUGINS_{name.removesuffix('_file').upper()}"
+        raise ValueError(f"{name} and {variable} are both set: leave one of them out")
 
 
 def _lines(name: str, path: str) -> list[str]:
@@ -412,9 +397,3 @@ def _lines(name: str, path: str) -> list[str]:
     if not lines or not lines[0]:
         raise UnreadableFileError(f"{name} '{path}' has no first line: write the secret there")
     return lines
-
-
-def _port_range(text: str) -> tuple[int, int]:
-    """The first and the last port of ``N`` or ``N-M``; -1 where it is neither."""
-    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text, re.ASCII)
-    return (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)

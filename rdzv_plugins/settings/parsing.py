@@ -167,6 +167,14 @@ def _unknown(name: str, known: list[str]) -> ValueError:
     return ValueError(f"unknown option '{name}'; {alternatives(name, known)}")
 
 
+def cannot_import(who: str, package: str, error: ImportError) -> ValueError:
+    """The error for what needs a package that is missing; ``package``: what to install."""
+    return ValueError(
+        f"{who} needs the package '{error.name}', which cannot be imported ({error}). "
+        f'Install it with: pip install "{package}"'
+    )
+
+
 def alternatives(name: str, known: Collection[str]) -> str:
     """Advice on a name that is none of ``known``: the nearest, and all."""
     close = difflib.get_close_matches(name, known, n=1)

@@ -28,6 +28,7 @@ from rdzv_plugins.settings.environment import ENVIRONMENT_PREFIX, environment
 from rdzv_plugins.settings.options import Settings, UnreadableFileError
 from rdzv_plugins.settings.parsing import (
     alternatives,
+    cannot_import,
     option_names,
     parse_options,
     unknown_variables,
@@ -80,10 +81,7 @@ def load(client: str) -> type[KeyValueClient]:
         # A module of this package has the name of its extra.
         package, _, store = module.rpartition(".")
         extra = f"rdzv-plugins[{store}]" if package == __name__ else module.partition(".")[0]
-        raise ValueError(
-            f"the {store} backend needs the package '{error.name}', which cannot be imported "
-            f'({error}). Install it with: pip install "{extra}"'
-        ) from error
+        raise cannot_import(f"the {store} backend", extra, error) from error
     return found
 
 

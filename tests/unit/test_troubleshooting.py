@@ -94,7 +94,7 @@ EXPLAINS_ITSELF = (
     "user and password ($RDZV_PLUGINS_PASSWORD) must be set together",
     "_file and $RDZV_PLUGINS_SENTINEL_PASSWORD are both set: leave one of them out",
     "option 'sentinel_…' needs sentinel=<name>",
-    "password_file and $RDZV_PLUGINS_PASSWORD are both set: leave one of them out",
+    "… and … are both set: leave one of them out",
     "the password ($RDZV_PLUGINS_PASSWORD) needs a user: set one with user=",
     "a user is for HTTP basic authentication, which needs a token besides",
     "sentinel= and cluster=true are two ways to find a primary: set one",
@@ -117,8 +117,6 @@ EXPLAINS_ITSELF = (
     "this host is none of …: run it on one of them, or name the address",
     "whose death costs the run a restart: name three hosts to survive that of any",
     "option 'ports': '…' is no range such as 29600-29699",
-    "secret_file and $RDZV_PLUGINS_SECRET are both set: leave one of them out",
-    "page_token_file and $RDZV_PLUGINS_PAGE_TOKEN are both set: leave one of them out",
     "each run has members of its own: name the run with -i, or, where a command takes no run, with",
     # The endpoint.
     "--local-addr=… … no address of this host: name one of its own",

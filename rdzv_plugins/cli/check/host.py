@@ -18,8 +18,10 @@ from rdzv_plugins.peers.addresses import (
     candidates,
     dial_self,
     is_at_loopback,
+    is_loopback,
     is_out_of_reach,
     node_address,
+    resolved,
     route_to,
 )
 from rdzv_plugins.peers.reach import gloo_fault
@@ -76,32 +78,22 @@ def check_address(job: Job, settings: Settings) -> Iterator[Finding]:
         mark = Mark.WARNING
     yield Finding(mark, "address", text, advice if mark is Mark.WARNING else "", values)
     if not alone and (elsewhere or job.nnodes is not None):
-        yield from _of_several_hosts(address, store, place)
-
-
-def _of_several_hosts(
-    address: str, store: type[KeyValueClient] | None, place: Place
-) -> Iterator[Finding]:
-    """Findings that keep nodes of several hosts apart."""
-    if store is not None and is_at_loopback(place):
-        yield _of_own_store(store)
-    if fault := gloo_fault(address):
-        yield Finding(Mark.WARNING, "gloo", fault)
+        if store is not None and is_at_loopback(place):
+            yield _of_own_store(store)
+        if fault := gloo_fault(address):
+            yield Finding(Mark.WARNING, "gloo", fault)
 
 
 def _of_own_store(store: type[KeyValueClient]) -> Finding:
+    """The finding on a store at loopback, which each host has for itself."""
     if store.run_by == "agents":
         text = f"it is at loopback, as agents of {store.name} are: each host needs one of the same "
         text += "servers"
         return Finding(Mark.OK, "store's host", text)
     text = "it is at loopback: nodes on other hosts have another store there, and wait in vain"
-    if store.run_by == "nodes":
-        advice = "name hosts by addresses that all hosts reach, unless all nodes are on this host"
-        return Finding(Mark.WARNING, "store's host", text, advice)
-    advice = (
-        "name an address of it that all hosts reach, unless all nodes are on this host, or a proxy "
-        "of a store that all share listens there"
-    )
+    advice = "name an address of it that all hosts reach, unless all nodes are on this host"
+    if store.run_by != "nodes":
+        advice += ", or a proxy of a store that all share listens there"
     return Finding(Mark.WARNING, "store's host", text, advice)
 
 
@@ -146,20 +138,15 @@ def _meaning(error: Exception) -> tuple[str, str]:
 
 def _is_ip(address: str) -> bool:
     try:
-        ip_address(address)
+        return bool(ip_address(address).version)
     except ValueError:
         return False
-    return True
 
 
 def _is_loopback(address: str) -> bool:
     """Also of a name: on Debian a host's own name is 127.0.1.1."""
-    with suppress(OSError, UnicodeError):
-        return all(
-            ip_address(str(target[0]).partition("%")[0]).is_loopback
-            for *_, target in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-        )
-    return False
+    found = resolved(address)
+    return bool(found) and all(map(is_loopback, found))
 
 
 def check_health(settings: Settings) -> Iterator[Finding]:

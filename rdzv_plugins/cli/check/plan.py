@@ -1,8 +1,4 @@
-"""All checks of a job, in order, and what their findings mean together.
-
-What one check makes impossible is left out, with a finding. The meaning is one line, an exit
-status, and plain data.
-"""
+"""All checks of a job, in order, and what their findings mean together."""
 
 from __future__ import annotations
 
@@ -64,20 +60,22 @@ def show(finding: Finding) -> None:
 
 def status(findings: Sequence[Finding]) -> int:
     """0: all is well; 1: it works, with warnings; 2: it will not work."""
-    marks = {finding.mark for finding in findings}
-    return 2 if Mark.FAILED in marks else 1 if Mark.WARNING in marks else 0
+    return 2 if _of(findings, Mark.FAILED) else 1 if _of(findings, Mark.WARNING) else 0
 
 
 def sentence(findings: Sequence[Finding]) -> str:
     """The last line, without its beginning."""
-    failed, warned = _of(findings, Mark.FAILED), _of(findings, Mark.WARNING)
+    failed, warned, unknown = (
+        _of(findings, it) for it in (Mark.FAILED, Mark.WARNING, Mark.UNKNOWN)
+    )
+    noun = "warning" if len(warned) == 1 else "warnings"
+    warnings = f"{len(warned)} {noun} ({', '.join(dict.fromkeys(warned))})"
+    passed = f"{len(findings) - len(unknown)} checks passed"
     if failed:
-        more = f"; {_counted(warned)}" if warned else ""
+        more = f"; {warnings}" if warned else ""
         return f"a job will not work: {', '.join(dict.fromkeys(failed))} failed{more}"
     if warned:
-        return f"a job works, with {_counted(warned)}"
-    unknown = _of(findings, Mark.UNKNOWN)
-    passed = f"{len(findings) - len(unknown)} checks passed"
+        return f"a job works, with {warnings}"
     if unknown:
         return f"a job works, as far as was seen: {passed}, {len(unknown)} not known"
     return f"a job works: {passed}"
@@ -95,8 +93,3 @@ def report(findings: Sequence[Finding]) -> dict[str, Any]:
 
 def _of(findings: Sequence[Finding], mark: Mark) -> list[str]:
     return [finding.what for finding in findings if finding.mark is mark]
-
-
-def _counted(warned: Sequence[str]) -> str:
-    noun = "warning" if len(warned) == 1 else "warnings"
-    return f"{len(warned)} {noun} ({', '.join(dict.fromkeys(warned))})"

@@ -1,8 +1,7 @@
 """Checks the store: connects, lets it inspect its server, and tries what a rendezvous does.
 
-Everything is written in a temporary run, which is deleted afterwards, also after an error. Where
-the store cannot be reached, `rdzv check` says what listens at its endpoint. Last, it says whether
-the run id is free, or what run holds it.
+Everything is written in a temporary run, which is deleted afterwards, also after an error. Last,
+`check_run` says whether the run id is free, or what run holds it.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime
+from functools import partial
 
 from rdzv_plugins.cli.check.job import Chosen, Job
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
@@ -46,8 +46,8 @@ _WAKE_UPS = 10
 # Until the waiter is surely parked: a wake-up is measured, not a read.
 _PARKING_SECONDS = 0.05
 
-# How much of a core of the server heartbeats may take, and how many intervals apart they are.
-_BUSY, _BEAT_EVERY = 0.5, 1.05
+# Milliseconds of the server's CPU for heartbeats in a second, which are 1.05 intervals apart.
+_BUSY_MS = 0.5 * 1000 * 1.05
 
 # The largest value that is tried; it is the limit of most stores.
 _LARGEST_TRIED = 1 << 20
@@ -95,9 +95,7 @@ def check_store(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None
             # What a server tells of itself is of no use to a run.
             odd = f"what it says of itself makes no sense ({type(error).__name__}: {error})"
             yield Finding(Mark.UNKNOWN, "store", plain(odd))
-        if not usable:
-            return False
-        return (yield from _try(client, lambda: open(run_id), job, chosen))
+        return usable and (yield from _try(client, partial(open, run_id), job, chosen))
 
 
 def _try(
@@ -110,14 +108,14 @@ def _try(
         if requests.mark is Mark.FAILED:
             return False
         usable, interval = True, chosen.settings.keep_alive_interval
-        trials: list[tuple[str, Callable[[], Finding]]] = [
-            ("largest value", lambda: check_size(client)),
-            ("heartbeats", lambda: check_heartbeats(client, interval, job.nnodes)),
-            ("contention", lambda: check_contention(open)),
-            ("latency", lambda: check_latency(client, chosen.settings.request_timeout)),
-            ("wake-up", lambda: check_wake_up(client, open)),
-        ]
-        for what, trial in trials:
+        trials: dict[str, Callable[[], Finding]] = {
+            "largest value": lambda: check_size(client),
+            "heartbeats": lambda: check_heartbeats(client, interval, job.nnodes),
+            "contention": lambda: check_contention(open),
+            "latency": lambda: check_latency(client, chosen.settings.request_timeout),
+            "wake-up": lambda: check_wake_up(client, open),
+        }
+        for what, trial in trials.items():
             try:
                 finding = trial()
             except _ERRORS as error:
@@ -168,11 +166,10 @@ def check_size(client: KeyValueClient) -> Finding:
         advice = "c10d stores of the job may need such values; rounds of any size do with less"
         return Finding(Mark.WARNING, "largest value", found, advice)
     found = f"{largest:,} bytes; {tried:,} were written and read back"
-    values = {"max_value_bytes": largest, "tried_bytes": tried}
+    mark, values = Mark.OK, {"max_value_bytes": largest, "tried_bytes": tried}
     if entry is None or entry.value != value:
-        found = f"a value of {tried:,} bytes was not read back as it was written"
-        return Finding(Mark.FAILED, "largest value", found, values=values)
-    return Finding(Mark.OK, "largest value", found, values=values)
+        mark, found = Mark.FAILED, f"a value of {tried:,} bytes was not read back as it was written"
+    return Finding(mark, "largest value", found, values=values)
 
 
 def check_heartbeats(
@@ -193,16 +190,14 @@ def check_heartbeats(
     values = {"keep_alive_interval": interval, "nodes": nodes}
     if nnodes is None or nnodes[1] <= nodes:
         return Finding(Mark.OK, "heartbeats", found, values=values)
-    needed = math.ceil(nnodes[1] * client.heartbeat_ms / (_BUSY * 1000 * _BEAT_EVERY))
-    advice = (
-        f"for {nnodes[1]:,} set keep_alive_interval={needed}; a lost node is noticed later then"
-    )
+    fits = f"keep_alive_interval={math.ceil(nnodes[1] * client.heartbeat_ms / _BUSY_MS)}"
+    advice = f"for {nnodes[1]:,} set {fits}; a lost node is noticed later then"
     return Finding(Mark.WARNING, "heartbeats", found, advice, values)
 
 
 def nodes_within(heartbeat_ms: float, interval: float) -> int:
     """How many nodes take half a core of the server; two digits count."""
-    nodes = int(_BUSY * 1000 * _BEAT_EVERY * interval / heartbeat_ms)
+    nodes = int(_BUSY_MS * interval / heartbeat_ms)
     unit: int = 10 ** max(0, len(str(nodes)) - 2)
     return nodes // unit * unit
 
@@ -288,11 +283,23 @@ def _quantiles(request: Callable[[], object]) -> tuple[float, float]:
 
 def check_wake_up(writer: KeyValueClient, open: Callable[[], KeyValueClient]) -> Finding:
     """Time from a write until a waiter on another connection has the value."""
-    with closing(open()) as waiter:
-        times = [*_wake_ups(writer, waiter)]
-    if len(times) < _WAKE_UPS:
-        found = "a waiter was not woken within 10 s of a write"
-        return Finding(Mark.FAILED, "wake-up", found, "is there a proxy or a pooler in between?")
+    times = []
+    with closing(open()) as waiter, ThreadPoolExecutor(1, "rdzv-check") as pool:
+
+        def woken_at(key: str) -> float | None:
+            entry = waiter.wait(key, None, timeout=10.0)
+            return None if entry is None else time.perf_counter()
+
+        for key in (f"wake/{sample}" for sample in range(_WAKE_UPS)):
+            woken = pool.submit(woken_at, key)
+            time.sleep(_PARKING_SECONDS)
+            began = time.perf_counter()
+            writer.put(key, b"x")
+            if (ended := woken.result()) is None:
+                found = "a waiter was not woken within 10 s of a write"
+                advice = "is there a proxy or a pooler in between?"
+                return Finding(Mark.FAILED, "wake-up", found, advice)
+            times.append((ended - began) * 1000)
     how = "pushed" if writer.capabilities.push else "polled: the store cannot push"
     p50, most = statistics.median(times), max(times)
     found = f"a waiter has a new value after {p50:.2f} ms, {most:.2f} ms at most ({how})"
@@ -300,31 +307,11 @@ def check_wake_up(writer: KeyValueClient, open: Callable[[], KeyValueClient]) ->
     return Finding(Mark.OK, "wake-up", found, values=values)
 
 
-def _wake_ups(writer: KeyValueClient, waiter: KeyValueClient) -> Iterator[float]:
-    """Each in ms; they end at a waiter that was not woken."""
-    with ThreadPoolExecutor(1, "rdzv-check") as pool:
-        for sample in range(_WAKE_UPS):
-            key = f"wake/{sample}"
-            woken = pool.submit(_woken_at, waiter, key)
-            time.sleep(_PARKING_SECONDS)
-            began = time.perf_counter()
-            writer.put(key, b"x")
-            if (ended := woken.result()) is None:
-                return
-            yield (ended - began) * 1000
-
-
-def _woken_at(waiter: KeyValueClient, key: str) -> float | None:
-    entry = waiter.wait(key, None, timeout=10.0)
-    return None if entry is None else time.perf_counter()
-
-
 def _tls_mismatch(job: Job, chosen: Chosen) -> str:
     """Advice where one side speaks TLS and the other does not; "": nothing is known."""
-    client = chosen.client
-    scheme = job.endpoint.partition("://")[0].lower() if "://" in job.endpoint else ""
-    tls = scheme in client.tls_schemes or bool(getattr(chosen.options, "tls", False))
-    others = " or ".join(["tls=true", *(f"{it}://" for it in client.tls_schemes)])
+    client, schemes = chosen.client, [f"{it}://" for it in chosen.client.tls_schemes]
+    tls = job.endpoint.lower().startswith(tuple(schemes)) or getattr(chosen.options, "tls", False)
+    others = " or ".join(["tls=true", *schemes])
     for host, port in client.locate(job.endpoint).hosts if client.begins_with_tls else ():
         speaks_tls = _speaks_tls(host, port) if port else None
         if tls and speaks_tls is False:
@@ -357,45 +344,44 @@ def check_run(open: Open, job: Job, settings: Settings) -> Iterator[Finding]:
     try:
         with closing(open(job.run_id)) as client:
             archive = Archive(open, job.run_id, settings.history_ttl)
-            yield _holder(Inspection(client, archive, job.run_id), job, settings)
-    except (RendezvousConnectionError, RendezvousStateError) as error:
-        yield Finding(Mark.FAILED, "run", f"'{job.run_id}': {error}")
+            mark, found, advice = _holder(Inspection(client, archive, job.run_id), job, settings)
+    except _ERRORS as error:
+        mark, found, advice = Mark.FAILED, f"'{job.run_id}': {error}", ""
+    yield Finding(mark, "run", found, advice)
 
 
-def _holder(seen: Inspection, job: Job, settings: Settings) -> Finding:
+def _holder(seen: Inspection, job: Job, settings: Settings) -> tuple[Mark, str, str]:
+    """The mark, what holds the run id, and advice."""
     name, another = f"'{job.run_id}'", "use another --rdzv-id"
     seen.look()
     document = seen.document
     holder = "torch" if is_torchs(seen.client) else "rdzv"
     if document is None and holder == "rdzv":
-        return Finding(Mark.OK, "run", f"{name} is free")
+        return Mark.OK, f"{name} is free", ""
     if holder != settings.handler:
         found = f"{name} is held by a run of handler={holder}, whose nodes never meet this job's"
-        return Finding(Mark.WARNING, "run", found, f"{another}, or handler={holder}")
+        return Mark.WARNING, found, f"{another}, or handler={holder}"
     if document is None:
-        found = f"{name} is in use; the state of handler=torch is not read"
-        return Finding(Mark.UNKNOWN, "run", found)
+        return Mark.UNKNOWN, f"{name} is in use; the state of handler=torch is not read", ""
     if document.closed:
         found = f"{name} is held by a run that has ended ({document.reason})"
         _, wait = seen.archive.free_in(document, datetime.now(UTC))
-        return Finding(Mark.WARNING, "run", found, f"{wait}; else {another}")
+        return Mark.WARNING, found, f"{wait}; else {another}"
     theirs = document.min_nodes, document.max_nodes
     if job.nnodes is not None and job.nnodes != theirs:
         found = (
             f"{name} was started with --nnodes={theirs[0]}:{theirs[1]}, this job with "
             f"--nnodes={job.nnodes[0]}:{job.nnodes[1]}"
         )
-        return Finding(Mark.FAILED, "run", found, f"use the same on every node, or {another}")
+        return Mark.FAILED, found, f"use the same on every node, or {another}"
     settle([seen])
     if seen.condition is Condition.DEAD:
         found = f"{name} is held by a run whose nodes are gone ({seen.sentence})"
         wait = f"this job continues it once its lease ({settings.lease:g} s) has run out"
-        return Finding(Mark.WARNING, "run", found, f"{wait}; `rdzv clean` deletes it")
-    living = [
-        it.name for it in seen.nodes() if it.state not in ("silent", "lost", "unknown", "left")
-    ]
-    found = f"{name} is held by a run ({seen.sentence}) of {', '.join(sorted(living)[:4])}"
+        return Mark.WARNING, found, f"{wait}; `rdzv clean` deletes it"
+    gone = ("silent", "lost", "unknown", "left")
+    living = sorted(it.name for it in seen.nodes() if it.state not in gone)
+    found = f"{name} is held by a run ({seen.sentence}) of {', '.join(living[:4])}"
     if latest := seen.last_beat:
         found += f", whose last heartbeat came at {latest}"
-    advice = f"a node that starts now joins it; for another job {another}"
-    return Finding(Mark.WARNING, "run", found, advice)
+    return Mark.WARNING, found, f"a node that starts now joins it; for another job {another}"
