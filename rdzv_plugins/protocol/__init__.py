@@ -106,5 +106,5 @@ others can go on with, and close any other. `orders` are people's. `words` says 
 run does and waits for, `states` in a word what a node does, and `wall_clock` shows people the times
 that hosts wrote.
 
-docs/design.md has the rules by their names, and why they are so.
+docs/protocol.md has the rules by their names, and why they are so.
 """

@@ -2,7 +2,7 @@
 
 `decide` is a pure function. `node.py` calls it and carries out its decisions; the simulator and the
 handler run both unchanged. A decision is the answer of the first row of a table that has one; the
-names of rules are those of ``docs/design.md``.
+names of rules are those of ``docs/protocol.md``.
 
 A round goes forming -> confirming -> running. The phase confirming exists because torch's agent,
 once it has its rank, waits for a message from every other agent. If a participant dies while the

@@ -125,7 +125,7 @@ class Settings:
     on_outage: str = option("continue", choices=("continue", "stop"))
     """while the store does not answer, workers continue, or stop after outage_limit, so that no two
     worlds of a run train at once; a node that the store refuses while it accepts others stops its
-    workers after its lease in any case; see two-worlds.md"""
+    workers after its lease in any case; see split-brain.md"""
     outage_limit: float | None = option(None, least=0)
     """with on_outage=stop: seconds without an accepted heartbeat after which a node stops its
     workers; none: the lease"""
@@ -167,7 +167,7 @@ class Settings:
     """the range of ports, such as 30000-30999, that rank 0's MASTER_PORT is of, and those of
     ``links`` and ``network_check``, at least three; none: any free one. Each round has another port
     than the one before. Two runs whose hosts may get each other's addresses need ranges of their
-    own, or a wide one; see two-worlds.md. Not the ports that gloo or NCCL open"""
+    own, or a wide one; see split-brain.md. Not the ports that gloo or NCCL open"""
     log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     """from which level on this package's lines go to stderr: DEBUG, INFO, WARNING or ERROR; without
     effect where the application has set up logging"""

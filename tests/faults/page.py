@@ -32,7 +32,7 @@ This is checked:
 - no step is lost beyond the last checkpoint, none is taken wrongly, and no older checkpoint
   replaces a newer one;
 - no older world's workers live beside a newer world that trains, but for as long as
-  [Two worlds](two-worlds.md) says;
+  [Split brain](split-brain.md) says;
 - a fault that is shorter than the lease, and an outage of the server, ends no round;
 - the cause of each restart names the node that was struck, and blames no other;
 - all nodes train in one world again within a minute of the fault's end;

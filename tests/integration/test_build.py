@@ -181,7 +181,7 @@ TABLES = """return [...document.querySelectorAll('.table-wrapper')].map(it => {
 
 def test_tables_scroll_on_a_phone(installed: Path, phone: Chrome) -> None:
     scrolled = 0
-    for name in ("options", "commands", "design", "choosing", "troubleshooting", "redis"):
+    for name in ("options", "commands", "protocol", "choosing", "troubleshooting", "redis"):
         phone.get(opened(installed, name))
         assert phone.execute_script("return document.documentElement.scrollWidth") <= 400, name
         for beyond, reached, hidden in phone.execute_script(TABLES):

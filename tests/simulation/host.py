@@ -773,7 +773,7 @@ class Host:
         self._step(answer, error)
 
     def _note_contact(self, error: Exception | None) -> None:
-        """Not heard, as design.md has it: look whether it stops its workers in time."""
+        """Not heard, as protocol.md has it: look whether it stops its workers in time."""
         news = False
         reads, now = isinstance(self._request, effects.Read), self.world.kernel.now
         if error is None and isinstance(self._request, effects.PutRecord):
@@ -874,7 +874,7 @@ class Host:
 
     @property
     def _outage(self) -> float:
-        """As design.md has it, and not as the code under test computes it."""
+        """As protocol.md has it, and not as the code under test computes it."""
         return max(self.rules.interval, self.rules.lease / 3)
 
     def _note_trouble(self, error: Exception | None) -> None:

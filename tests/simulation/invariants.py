@@ -1511,7 +1511,7 @@ def _is_unfit(evidence: Evidence, node: str) -> bool:
 
 
 def _least_late(record: NodeRecord) -> float:
-    """The silence from which on a node is late, as design.md has it."""
+    """The silence from which on a node is late, as protocol.md has it."""
     return max(0.5 * record.lease, 1.25 * record.interval)
 
 

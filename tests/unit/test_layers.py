@@ -1,4 +1,4 @@
-"""docs/design.md's table of layers is true: each module imports only what stands below it."""
+"""docs/internals.md's table of layers is true: each module imports only what stands below it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGE = ROOT / "rdzv_plugins"
 
 def layers() -> dict[str, int]:
     """The row of each module; those of one row may import one another."""
-    page = (ROOT / "docs" / "design.md").read_text()
+    page = (ROOT / "docs" / "internals.md").read_text()
     rows = page.partition("| module |")[2].partition("\n\n")[0].splitlines()
     names = (re.findall(r"`(\w+)(?:\.py|/)`", row.split("|")[1]) for row in rows if "`" in row)
     return {name: number for number, group in enumerate(names) for name in group}
