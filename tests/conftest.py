@@ -17,8 +17,8 @@ _TORCHS_EVENTS = logging.getLogger("torchelastic-events-dynamic_rendezvous")
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# Their agents and workers import torch, which fills all cores: the files of a row run one after the
-# other, so that no more than three jobs start at a time.
+# Their agents fill all cores: the files of a row run one after the other, so that no more than four
+# jobs start at a time.
 _JOBS = {
     "scenarios": ("test_torchrun", "test_edges", "test_two_worlds"),
     "run": (
@@ -26,13 +26,15 @@ _JOBS = {
         "test_exhausted", "test_moments", "test_places", "test_options",
     ),
     "pages": (
-        "test_readme", "test_start", "test_quorum", "test_network_check", "test_ensembles",
-        "test_addresses", "test_rotation", "test_slow_resolver",
+        "test_readme", "test_start", "test_addresses", "test_network_check", "test_slow_resolver",
     ),
+    "ensembles": ("test_quorum", "test_ensembles", "test_rotation"),
 }  # fmt: skip
 _ROW = {file: row for row, files in _JOBS.items() for file in files}
 # The longest come first, then those of minutes, so that no process ends long after the others.
-_LONG = ("test_torch_handler",)
+_LONG = ("test_torch_handler", "test_signals", "test_check")
+# They wait for most of their time: each value of this fixture is a group of its own.
+_APART = {"test_torch_handler": "run"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,13 +80,19 @@ def _turn(item: pytest.Item) -> int:
 
 def _group(item: pytest.Item) -> str:
     """The tests on one running store, so that it is started once; else those of a row or a file."""
-    return _store(item) or _row(item) or item.path.stem
+    stem = item.path.stem
+    apart = _param(item, _APART[stem]) if stem in _APART else None
+    return _store(item) or _row(item) or (f"{stem} {apart}" if apart else stem)
 
 
 def _store(item: pytest.Item) -> str | None:
-    parametrised: Any = getattr(item, "callspec", None)
-    store = parametrised and parametrised.params.get("running_store")
+    store = _param(item, "running_store")
     return str(store.name) if store else None
+
+
+def _param(item: pytest.Item, fixture: str) -> Any:
+    parametrised: Any = getattr(item, "callspec", None)
+    return parametrised and parametrised.params.get(fixture)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

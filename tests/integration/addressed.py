@@ -22,13 +22,14 @@ from typing import Any
 
 import pytest
 
-from examples.demo.agents import Fleet, World
+from examples.demo.agents import World
 from rdzv_plugins.protocol.documents import STATE_KEY, Phase, RoundDocument
 from rdzv_plugins.settings.endpoint import parse_endpoint
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.proxy import Proxy
 from tests import servers
+from tests.integration.forked import ForkedFleet
 from tests.integration.hosts import PROGRAM, Host, Network
 from tests.integration.stores import KINDS, running
 from tests.servers.process import find_file
@@ -46,7 +47,7 @@ NAMED = "127.0.0.1 localhost\n::1 localhost\n10.1.0.{number} {name}\n"
 _WORKER = Path(__file__).with_name("worker.py")
 
 
-class Job(Fleet):
+class Job(ForkedFleet):
     """A fleet whose agents run on hosts."""
 
     def __init__(

@@ -1,10 +1,16 @@
-"""Takes threads and descriptors from agents that run, by the limits that an administrator sets."""
+"""Takes threads and descriptors from agents that run, by the limits that an administrator sets.
+
+Run as a program, it is torchrun of a user whom limits bind.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,26 +27,17 @@ __all__ = [
 
 # The kernel limits no threads of root's; nobody else here has this number. Such a process may
 # still read Python and this package, which may be root's alone.
+_UID = 64321
 _OTHER_USER = [
-    "setpriv", "--reuid=64321", "--clear-groups",
+    "setpriv", f"--reuid={_UID}", "--clear-groups",
     "--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override",
 ]  # fmt: skip
 _USER = _OTHER_USER if os.getuid() == 0 else []
 
-
-def _torchrun(*prefix: str) -> tuple[str, str]:
-    return (
-        "-c",
-        "import os, sys\n"
-        f"command = [*{[*_USER, *prefix]}, sys.executable, '-m', 'torch.distributed.run']\n"
-        "os.execvp(command[0], [*command, *sys.argv[1:]])",
-    )
-
-
-AS_USER = _torchrun()
+AS_USER = ("-m", "tests.integration.exhausted", "threads")
 """Python's arguments that run torchrun as a user whom limits bind."""
 
-WITHOUT_THREADS = _torchrun("prlimit", "--nproc=0:")
+WITHOUT_THREADS = ("-m", "tests.integration.exhausted", "no-threads")
 """The same, with no thread from the start, until `allow_threads`."""
 
 
@@ -97,3 +94,31 @@ def _limit(pid: int, what: str, which: str) -> str:
     shown = [f"--pid={pid}", f"--{what}", f"--output={which}", "--raw", "--noheadings"]
     ask = [*_USER, "prlimit", *shown]
     return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _be_the_user() -> None:
+    """What setpriv does for `_OTHER_USER`, but in this process."""
+    keep_caps, set_dumpable, ambient, add, dac_override = 8, 4, 47, 2, 1
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    mask = 1 << dac_override
+    caps = (ctypes.c_uint32 * 6)(mask, mask, mask)
+    done = [libc.prctl(keep_caps, 1, 0, 0, 0)]
+    os.setgroups([])
+    os.setresuid(_UID, _UID, _UID)
+    done.append(libc.capset(header, caps))
+    done.append(libc.prctl(ambient, add, dac_override, 0, 0))
+    # As after the start of a program.
+    done.append(libc.prctl(set_dumpable, 1, 0, 0, 0))
+    if any(done):
+        raise OSError(ctypes.get_errno(), "cannot become another user")
+
+
+if __name__ == "__main__":
+    if _USER:
+        _be_the_user()
+    if sys.argv[1] == "no-threads":
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+    from torch.distributed import run
+
+    run.main(sys.argv[2:])

@@ -1,42 +1,61 @@
-"""Agents that are forked from a process which has imported torch, which takes 2 s of a processor.
+"""Programs that are forked from a process which has imported torch, which takes 2 s of a processor.
 
-Such an agent has a process, a session, an environment and a log of its own, and runs the function
-that the programs `torchrun` and `rdzv run` run. What depends on the start of Python starts it.
+Such a program has a process, a session, an environment and a log of its own, and runs the function
+that its module runs as a program. What depends on the start of Python starts it.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
-from examples.demo.agents import RDZV_RUN, TORCHRUN
+from examples.demo.agents import RDZV_RUN, TORCHRUN, Fleet, Process
 
-__all__ = ["Forked", "is_forkable"]
+__all__ = ["Forked", "ForkedFleet", "is_forkable"]
 
 # What torch reads as it is imported.
 _AT_IMPORT = {"LOGLEVEL", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS"}
 
 _SCRIPTS = {TORCHRUN: ["torchrun"], RDZV_RUN: ["rdzv", "run"]}
 
+_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
+
 
 def is_forkable(command: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether it is Python with torchrun or `rdzv run`, and nothing around it."""
-    if _AT_IMPORT & environ.keys():
+    """Whether it is Python with a launcher or a program of the tests, in namespaces or not."""
+    if _AT_IMPORT & environ.keys() or sys.executable not in command:
         return False
-    return command[0] == sys.executable and _launcher(command) is not None
+    within, program = _parts(command)
+    # Others than root enter namespaces by way of one for users.
+    if within and (within[0] not in ("unshare", "nsenter") or os.geteuid() != 0):
+        return False
+    return program[0] == "-m" and (
+        _launcher(program) is not None or program[1].startswith("tests.integration.")
+    )
 
 
-def _launcher(command: Sequence[str]) -> tuple[str, ...] | None:
-    return next((it for it in _SCRIPTS if tuple(command[1 : 1 + len(it)]) == it), None)
+def _parts(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before Python, and Python's arguments."""
+    python = command.index(sys.executable)
+    return [*command[:python]], [*command[python + 1 :]]
+
+
+def _launcher(program: Sequence[str]) -> tuple[str, ...] | None:
+    return next((it for it in _SCRIPTS if tuple(program[: len(it)]) == it), None)
 
 
 @cache
@@ -55,17 +74,17 @@ def _forks() -> ForkServerContext:
 
 
 class Forked:
-    """The process of an agent, with what `subprocess.Popen` has of the same names."""
+    """The process of a program, with what `subprocess.Popen` has of the same names."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
-        launcher = _launcher(command)
-        assert launcher is not None
-        argv = [*_SCRIPTS[launcher], *command[1 + len(launcher) :]]
         self._command = command
         log.touch()
-        # A daemon does not outlive the tests.
+        # A daemon does not outlive the tests. It may start nothing, as a program in new namespaces
+        # does.
         self._process = _forks().Process(
-            target=_become, args=(argv, dict(environ), os.getcwd(), log), daemon=True
+            target=_become,
+            args=(*_parts(command), dict(environ), os.getcwd(), log),
+            daemon=command[0] != "unshare",
         )
         self._process.start()
 
@@ -92,13 +111,28 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def _become(argv: list[str], environ: dict[str, str], folder: str, log: Path) -> None:
-    """Run an agent's program, and end as Python ends."""
+class ForkedFleet(Fleet):
+    """A fleet whose agents are forked where they can be."""
+
+    def _process(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> Process:
+        if is_forkable(command, environ):
+            return Forked(command, environ, log)
+        return super()._process(command, environ, log)
+
+
+def _become(
+    within: list[str], program: list[str], environ: dict[str, str], folder: str, log: Path
+) -> None:
+    """Run a program, and end as Python ends."""
     import torch.distributed.run
 
     import rdzv_plugins.cli
 
     os.setsid()
+    # The tests may run in a shell's background, where SIGINT is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if within:
+        _enter(within)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
@@ -107,13 +141,16 @@ def _become(argv: list[str], environ: dict[str, str], folder: str, log: Path) ->
         os.dup2(file.fileno(), 2)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
-    sys.argv = argv
+    launcher = _launcher(program)
+    sys.argv = program[1:] if launcher is None else [*_SCRIPTS[launcher], *program[len(launcher) :]]
     by_signal = False
     try:
-        if argv[0] == "torchrun":
+        if launcher == TORCHRUN:
             torch.distributed.run.main()
-        else:
+        elif launcher == RDZV_RUN:
             rdzv_plugins.cli.main()
+        else:
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     except SystemExit:
         raise
     except BaseException as error:
@@ -127,3 +164,38 @@ def _become(argv: list[str], environ: dict[str, str], folder: str, log: Path) ->
         if by_signal:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def _enter(within: list[str]) -> None:
+    """Do what the command does that stands before Python: ``unshare``, or a host's ``nsenter``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if within[0] == "unshare":
+        done = [libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET)]
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        _serve_forks()
+    else:
+        (pid,) = (it.removeprefix("--target=") for it in within if it.startswith("--target="))
+        opened = [os.open(f"/proc/{pid}/ns/{it}", os.O_RDONLY) for it in ("net", "uts", "mnt")]
+        done = [libc.setns(file, 0) for file in opened]
+    if any(done):
+        raise OSError(ctypes.get_errno(), f"{within} failed")
+
+
+def _serve_forks() -> None:
+    """Make this process's fork server a fork of it; multiprocessing would start Python anew."""
+    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    alive_r, alive_w = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(alive_w)
+                forkserver.main(listener.fileno(), alive_r, [])
+            finally:
+                os._exit(0)
+    os.close(alive_r)
+    server: Any = vars(forkserver)["_forkserver"]
+    server._forkserver_address, server._forkserver_alive_fd = address, alive_w
+    server._forkserver_pid = pid

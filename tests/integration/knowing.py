@@ -1,4 +1,4 @@
-"""`examples.demo.train`, which first writes down what it knows of its round."""
+"""The training without torch, which first writes down what it knows of its round."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import rdzv_plugins
-from examples.demo import train
+from tests.integration import train
 
 
 def main() -> None:

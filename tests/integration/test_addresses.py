@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-import subprocess
 from typing import Any
 
 import pytest
 
 from rdzv_plugins.torch.master_store import TAKES_SOCKETS
 from tests import Measure
-from tests.integration.namespaces import in_namespaces
+from tests.integration import namespaces
 from tests.integration.stores import KINDS, absent
 
 pytestmark = pytest.mark.timeout(240)
@@ -23,10 +21,7 @@ soak = pytest.mark.soak
 def play(scenario: str, *arguments: str) -> Any:
     if shutil.which("ip") is None:
         absent("ip is not installed")
-    command = in_namespaces("tests.integration.addressed", scenario, *arguments)
-    played = subprocess.run(command, stdout=subprocess.PIPE, timeout=200)
-    assert played.returncode == 0
-    return json.loads(played.stdout)
+    return namespaces.play("tests.integration.addressed", scenario, *arguments, seconds=200)
 
 
 def only(lines: list[str], *words: str) -> str:

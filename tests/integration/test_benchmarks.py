@@ -35,6 +35,7 @@ def test_a_swarm_forms_one_world(backend: str, kind: str, nodes: int) -> None:
             swarm.close()
 
 
+@pytest.mark.full
 def test_handlers_form_grow_leave_and_lose_nodes() -> None:
     with rendezvous.started("redis") as target:
         assert target.version
@@ -69,6 +70,7 @@ def test_a_proxy_counts_the_bytes_of_a_round() -> None:
     assert 0.5 < counted["bytes a node"] / formed["bytes a node"] < 2
 
 
+@pytest.mark.full
 def test_the_start_up_is_measured_in_pairs() -> None:
     [sample] = measure(1)
     assert sample["ms without"] > 0

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
 # Each builds the site and both distributions, so one process runs them all.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("build")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("build"), pytest.mark.full]
 
 # What make and the tests leave behind; the rest of the checkout is what git would bring.
 TRACES = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")

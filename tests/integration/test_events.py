@@ -16,7 +16,7 @@ from torch.distributed.elastic.events.api import NodeState, RdzvEvent
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore
 
-_RECORDED = str(Path(__file__).with_name("recorded.py"))
+_RECORDED = ("-m", "tests.integration.recorded")
 
 HANDLER = "dynamic_rendezvous.py:DynamicRendezvousHandler."
 
@@ -42,7 +42,7 @@ def one_life(store: RunningStore, folder: Path, handler: str) -> tuple[Job, Even
         store,
         nodes="2:2",
         max_restarts=1,
-        launcher=[_RECORDED],
+        launcher=_RECORDED,
         handler=handler,
         # No node is lost; a TCPStore that a slow resolver holds up is to cost no round.
         keep_alive_max_attempt=12,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-import subprocess
 
 import pytest
 
 from tests import Measure
 from tests.integration.cut_off import SWALLOWED
-from tests.integration.namespaces import in_namespaces
+from tests.integration.namespaces import play
 from tests.integration.stores import KINDS, RunningStore, absent, every_store
 from tests.integration.torchrun import Begin
 
@@ -29,10 +27,7 @@ def test_a_node_that_its_peers_cannot_reach_is_left_out(
 ) -> None:
     if shutil.which("ip") is None:
         absent("ip is not installed")
-    command = in_namespaces("tests.integration.cut_off", name)
-    played = subprocess.run(command, stdout=subprocess.PIPE, timeout=120)
-    assert played.returncode == 0
-    seen = json.loads(played.stdout)
+    seen = play("tests.integration.cut_off", name)
     record_property("the others run, s after all came", round(seen["seconds"], 2))
     assert seen["rounds"] == 1, "workers began in a round that could not last"
     assert re.search(rf"{SWALLOWED}\[\d+\] left \(network: no data passed between", seen["cause"])

@@ -126,6 +126,7 @@ def test_pip_installs_it_with_the_extra(
         assert brought in told.stdout
 
 
+@pytest.mark.full  # As the example.
 @pytest.mark.timeout(300)
 def test_the_demo() -> None:
     line = block("make demo").splitlines()[0].partition("#")[0]

@@ -25,6 +25,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.testing.harness import until
 from tests import Measure
+from tests.integration.forked import Forked, is_forkable
 from tests.integration.namespaces import as_pid_1
 from tests.integration.stores import KINDS, RunningStore, running
 from tests.integration.torchrun import LEASE, Begin, Pause, Run, runs
@@ -108,7 +109,7 @@ class Launch:
     """One agent of any launcher with any arguments; its output goes to a file.
 
     Args:
-        starter: the command that starts it.
+        starter: the command that starts it; empty: it may be forked.
     """
 
     def __init__(
@@ -116,13 +117,17 @@ class Launch:
         log: Path,
         launcher: Sequence[str],
         *arguments: str,
-        # Where the tests run in a shell's background, that has SIGINT ignored.
-        starter: Sequence[str] = ("env", "--default-signal=INT"),
+        starter: Sequence[str] = (),
     ) -> None:
         self.log = log
+        self.process: Forked | subprocess.Popen[bytes]
+        command = [*starter, sys.executable, *launcher, *arguments]
+        if not starter and is_forkable(command, os.environ):
+            self.process = Forked(command, os.environ, log)
+            return
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*starter, sys.executable, *launcher, *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -140,11 +145,11 @@ class Launch:
 
     def __exit__(self, *error: object) -> None:
         if self.process.poll() is None:
-            self.process.terminate()
+            self.process.send_signal(signal.SIGTERM)
             try:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
-                self.process.kill()
+                self.process.send_signal(signal.SIGKILL)
                 self.process.wait()
 
 
@@ -213,7 +218,7 @@ def test_a_signal_ends_an_agent_that_waits_for_an_explanation(
         assert until(lambda: said(a, "waits up to") or said(b, "waits up to"), 60)
         waits = a if said(a, "waits up to") else b
         waits.process.send_signal(signal.SIGTERM)
-        assert waits.end(20) == 128 + signal.SIGTERM
+        assert waits.end(20) == 128 + signal.SIGTERM, waits.log.read_text()
         assert said(waits, "rdzv: SIGTERM ended this agent")
 
 
@@ -350,7 +355,7 @@ def interrupt(launch: Launch) -> None:
 
 
 def terminate(launch: Launch) -> None:
-    launch.process.terminate()
+    launch.process.send_signal(signal.SIGTERM)
 
 
 def record_of_the_only_node(store: RunningStore, run_id: str) -> NodeRecord:

@@ -6,23 +6,18 @@ log. torch 2.13 asks no more in a process in which that failed once.
 
 from __future__ import annotations
 
-import json
-import subprocess
 from typing import Any
 
 import pytest
 
 from tests import Measure
-from tests.integration.namespaces import in_namespaces
+from tests.integration import namespaces
 from tests.integration.silent_dns import INTERVAL, REQUEST_TIMEOUT, RESOLVER_SECONDS
 
 
-def play(scenario: str, handler: str, amount: float, seconds: float = 100) -> Any:
+def play(scenario: str, handler: str, amount: float) -> Any:
     # A mount namespace has its own /etc/resolv.conf, a network namespace a port 53 to listen at.
-    command = in_namespaces("tests.integration.silent_dns", scenario, handler, str(amount))
-    played = subprocess.run(command, stdout=subprocess.PIPE, timeout=seconds)
-    assert played.returncode == 0
-    return json.loads(played.stdout)
+    return namespaces.play("tests.integration.silent_dns", scenario, handler, str(amount))
 
 
 def test_no_round_asks_dns_and_none_is_lost(record_property: Measure) -> None:

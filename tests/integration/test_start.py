@@ -31,6 +31,7 @@ TOOLS = {
     "postgres": "psql", "nats": "nats-server",
 }  # fmt: skip
 
+RUN_HERE = ("redis", "postgres")
 every_page = pytest.mark.parametrize("name", PAGES)
 
 
@@ -38,13 +39,14 @@ def page(name: str) -> Path:
     return FOLDER / f"{name}.md"
 
 
-# On the one that most run, and on one whose users need rights; the README's example runs without a
-# server. The others, whose jobs begin with the same lines, in the long run.
+# On the one that most run, and in the full run on one whose users need rights; the README's example
+# runs without a server. The others, whose jobs begin with the same lines, in the long run.
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("redis", "postgres") else pytest.mark.soak)
-        for name in PAGES
+        "redis",
+        pytest.param("postgres", marks=pytest.mark.full),
+        *(pytest.param(it, marks=pytest.mark.soak) for it in PAGES if it not in RUN_HERE),
     ],
 )
 @pytest.mark.timeout(420)

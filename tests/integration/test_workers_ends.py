@@ -113,7 +113,7 @@ def test_torchruns_workers_end_with_it_where_their_script_says_so(
     with Launch(tmp_path / "a", TORCHRUN, *arguments) as a:
         (worker,) = pids(file, 1)
         assert live(worker)
-        a.process.kill()
+        a.process.send_signal(signal.SIGKILL)
         began = time.monotonic()
         assert until(lambda: not live(worker), 30)
         record_property("ended after, s", round(time.monotonic() - began, 3))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from examples.demo.agents import TORCHRUN, Agent, Fleet, Process, World
+from examples.demo.agents import TORCHRUN, Agent, World
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.protocol.documents import (
@@ -20,7 +20,7 @@ from rdzv_plugins.protocol.documents import (
     Phase,
     RoundDocument,
 )
-from tests.integration.forked import Forked, is_forkable
+from tests.integration.forked import ForkedFleet
 from tests.integration.stores import RunningStore
 
 TRAINS = (str(Path(__file__).with_name("train.py")),)
@@ -56,7 +56,7 @@ class Pause:
         )
 
 
-class Run(Fleet):
+class Run(ForkedFleet):
     """A fleet whose round document can be read."""
 
     def __init__(
@@ -94,11 +94,6 @@ class Run(Fleet):
         )
         self._open = partial(store.open, run_id, request_timeout=2)
         self.archive = Archive(store.open, run_id, history_ttl=0)
-
-    def _process(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> Process:
-        if is_forkable(command, environ):
-            return Forked(command, environ, log)
-        return super()._process(command, environ, log)
 
     @cached_property
     def client(self) -> KeyValueClient:
