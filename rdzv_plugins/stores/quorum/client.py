@@ -42,7 +42,7 @@ _PATIENCE = 0.3
 
 # `_replace` writes before each value who wrote it last, one entry per thread of a client: the id of
 # the thread, and the stamp of the value. A client that was not told finds there what it wrote.
-_WRITER, _STAMP, _ENTRIES = 8, STAMP_BYTES - 1, 16
+_WRITER, _STAMP, _ENTRIES = 8, STAMP_BYTES - 1, 127
 # A value begins with the number of these entries, or with this where `_put` wrote it.
 _PUT = b"\x80"
 
