@@ -74,13 +74,6 @@ def test_the_page_leads_to_a_job_that_survives(
         record_property(what, f"{seconds:.1f} s")
 
 
-def test_all_pages_have_the_same_shape() -> None:
-    def shape(name: str) -> list[str]:
-        return re.findall(r"^##+ .*", page(name).read_text(), re.MULTILINE)
-
-    assert {name: shape(name) for name in PAGES} == dict.fromkeys(PAGES, shape("redis"))
-
-
 def test_each_store_has_a_page() -> None:
     assert {name.removesuffix("-v3") for name in STORES} == {
         it.removesuffix("-api") for it in PAGES

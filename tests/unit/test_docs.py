@@ -1,7 +1,7 @@
 """The pages against the code, and the command that shows them.
 
-What docs/api.md calls public is documented, the pages' own code needs nothing else, the defaults
-that the pages repeat are those of the options, and the pages that the product names exist.
+What docs/api.md calls public is documented, the pages' own code needs nothing else, and the pages
+that the product names exist.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from types import FunctionType, ModuleType
 
 import pytest
 
-from docs.generate import option_rows
 from rdzv_plugins.cli import docs
-from rdzv_plugins.settings.options import ServerOptions, Settings, StoreOptions
-from rdzv_plugins.stores import STORES, client_class
 
 ROOT = Path(__file__).resolve().parents[2]
 API = (ROOT / "docs" / "api.md").read_text()
@@ -99,74 +96,6 @@ def test_the_code_in_the_pages_imports_only_what_is_public() -> None:
                     others.append((page, ast.unparse(node)))
     assert seen > 3
     assert others == []
-
-
-TABLES = [Settings, StoreOptions, ServerOptions, *(client_class(name).options for name in STORES)]
-DEFAULTS = {row[0]: row[1:] for table in TABLES for row in option_rows(table)}
-UNITS = {"s": 1, "a minute": 60, "an hour": 3600, "a week": 604800}
-LEASE = Settings().lease
-INTERVAL = Settings().keep_alive_interval
-
-# As a page repeats an option's default; tables of them are generated, or have a test of their own.
-REPEATED = [
-    r"`(?:RDZV_PLUGINS_)?(?P<option>\w+)`(?: [A-Z])? "
-    r"\((?:default )?(?P<value>[^()]+?)(?: by default)?\)",
-    r"`(?P<option>\w+)=(?P<value>[^`]+)` \((?:the )?default\)",
-    r"`(?P<option>\w+)`: `(?P<value>\w+)` \((?:the )?default\)",
-    r"`(?P<option>\w+)`;[^|]* the default \((?P<value>\w+)\)",
-    r"`(?P<option>\w+)=[^`]+`[^|]*; the default is `(?P<value>\w+)`",
-    r"(?P<value>[\d.,]+ s) \(`(?P<option>\w+)`\)",
-]
-# The same of what follows from several options.
-FOLLOWING = [
-    (r"(?<!a )lease (?:of |\()([\d.]+) s", LEASE),
-    (r"1\.1 intervals and 2 s: ([\d.]+) s with the defaults", LEASE + 1.1 * INTERVAL + 2),
-    (r"1\.2 intervals, ([\d.]+) s by default", 1.2 * INTERVAL),
-]
-
-
-def repeated_defaults(text: str) -> Iterator[tuple[str, str]]:
-    """(option, value) of each default that a text repeats; what stands there besides is prose."""
-    for match in (match for form in REPEATED for match in re.finditer(form, text)):
-        option, value = match["option"].lower(), match["value"].strip("`")
-        if option in DEFAULTS and (re.fullmatch(r"[\d.,]+ s|\S+", value) or value in UNITS):
-            yield option, value
-
-
-def is_the_default(option: str, value: str) -> bool:
-    default, meaning = DEFAULTS[option]
-    if default == "none":
-        return f"none: {value}" in meaning
-    if re.fullmatch(r"[\d.]+", default):
-        number, _, unit = value.replace(",", "").partition(" ")
-        seconds = UNITS[value] if value in UNITS else float(number) * UNITS[unit or "s"]
-        return seconds == float(default)
-    return value == default
-
-
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_defaults_that_a_page_repeats_are_the_options(page: Path) -> None:
-    text = " ".join(page.read_text().split())
-    assert [it for it in repeated_defaults(text) if not is_the_default(*it)] == []
-    # A page may have its reader set a shorter lease.
-    chosen = {3 * float(it) for it in re.findall(r"keep_alive_interval=([\d.]+)", text)}
-    for form, value in FOLLOWING:
-        others = chosen if value == LEASE else set()
-        assert {float(told) for told in re.findall(form, text)} <= {value, *others}, form
-
-
-def test_repeated_defaults_are_found() -> None:
-    text = " ".join(page.read_text() for page in PAGES)
-    assert len([*repeated_defaults(text)]) > 15
-    assert all(re.search(form, " ".join(text.split())) for form in REPEATED)
-    assert all(re.search(form, " ".join(text.split())) for form, _ in FOLLOWING)
-    wrong = "`join_timeout` (60), `rank_order`: `stable` (default), 3 s (`poll_interval_max`)"
-    found = [*repeated_defaults(wrong)]
-    assert len(found) == 3
-    assert not any(is_the_default(*it) for it in found)
 
 
 def told() -> Iterator[tuple[str, str]]:
