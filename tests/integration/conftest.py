@@ -13,24 +13,31 @@ import redis
 from tests.integration.stores import KINDS, LONG, Kind, RunningStore, running, started
 from tests.integration.torchrun import Begin, runs
 
-# The stores that `make test` runs a file's tests of `running_store` on; those of other files run on
-# redis. `make test-all` runs them on each.
-_STORES = {
-    "test_conformance": ("redis", "dynamodb", "etcd-v3"),
+# On which stores `make test` runs the tests of a file. Of other files it runs those of
+# `running_store` on redis, and the others on each store. `make test-all` runs all of them.
+_TWO = ("redis", "etcd-v3")
+_STORES: dict[str, tuple[str, ...]] = {
+    "test_conformance": (*_TWO, "dynamodb"),
     "test_each_store": tuple(kind.name for kind in KINDS),
+    "test_denials": _TWO,
+    "test_ensembles": _TWO,
+    "test_rotation": _TWO,
+    "test_servers": _TWO,
 }
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave those servers to the long run that are large to build or to install."""
+    names = [kind.name for kind in KINDS]
     for item in items:
         given = getattr(item, "callspec", None)
         params = given.params if given is not None else {}
         if any(isinstance(it, Kind) and it.name in LONG for it in params.values()):
             item.add_marker(pytest.mark.soak)
-        store = params.get("running_store")
-        if store is not None and store.name not in _STORES.get(item.path.stem, ("redis",)):
+        default = ("redis",) if "running_store" in params else names
+        stores = [name for it in params.values() if (name := getattr(it, "name", it)) in names]
+        if not set(stores) <= set(_STORES.get(item.path.stem, default)):
             item.add_marker(pytest.mark.full)
 
 

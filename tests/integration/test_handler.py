@@ -92,6 +92,7 @@ def test_rounds_whose_nodes_stand_in_shards_survive_deaths_too(
     until(one_world(agents), 30)
 
 
+@pytest.mark.full
 def test_a_round_of_hundreds_survives_its_leader(
     store: RunningStore, run_id: str, record_property: Measure
 ) -> None:

@@ -22,6 +22,7 @@ SECONDS = 240.0
 
 # With other tests beside it the load does not end, and 2,048 nodes did not always form within the
 # time.
+@pytest.mark.full
 @pytest.mark.parametrize("nodes", [768, pytest.param(2048, marks=pytest.mark.soak)])
 @pytest.mark.timeout(SECONDS + 60)
 def test_nodes_form_though_their_lease_is_too_short(nodes: int, record_property: Measure) -> None:

@@ -39,13 +39,12 @@ def page(name: str) -> Path:
     return FOLDER / f"{name}.md"
 
 
-# On the one that most run, and in the full run on one whose users need rights; the README's example
+# In the full run on the one that most run, and on one whose users need rights; the README's example
 # runs without a server. The others, whose jobs begin with the same lines, in the long run.
 @pytest.mark.parametrize(
     "name",
     [
-        "redis",
-        pytest.param("postgres", marks=pytest.mark.full),
+        *(pytest.param(it, marks=pytest.mark.full) for it in RUN_HERE),
         *(pytest.param(it, marks=pytest.mark.soak) for it in PAGES if it not in RUN_HERE),
     ],
 )
