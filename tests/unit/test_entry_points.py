@@ -16,7 +16,6 @@ NEED_A_PACKAGE = {
     "redis": "redis",
     "zookeeper": "kazoo",
     "dynamodb": "boto3",
-    "consul": "consul",
     "postgres": "psycopg",
     "nats": "nats",
 }
