@@ -25,6 +25,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -290,6 +291,18 @@ class Limit(msgspec.Struct, frozen=True):
         if not ready:
             raise TimeoutError("no answer in time")
         return ready[fd]
+
+    def await_result(self, future: Future[T]) -> T:
+        """Wait for the result of a future. Raises TimeoutError and `WokenError`."""
+        if self.wake is None:
+            return future.result(self.seconds)
+        done = Wake()
+        try:
+            future.add_done_callback(lambda _: done.ring())
+            self.await_ready(done.fd)
+        finally:
+            done.close()
+        return future.result()
 
     def sleep(self, seconds: float) -> None:
         """Pause; raises `WokenError`."""
@@ -726,15 +739,26 @@ class StoreClient(KeyValueClient):
             yield part
 
 
-def in_background(name: str, work: Callable[[], object]) -> threading.Thread:
-    """Do it in a daemon thread of that name; while the interpreter ends, in this one."""
-    thread = threading.Thread(target=work, name=name, daemon=True)
+def in_background(name: str, work: Callable[[], T]) -> Future[T]:
+    """Do it in a daemon thread of that name; while the interpreter ends, in this one.
+
+    Nobody can cancel it.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
     try:
-        thread.start()
+        threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError:
         # Since Python 3.12 no thread can start while the interpreter ends.
-        work()
-    return thread
+        run()
+    return future
 
 
 def clock_hint(server: float | None) -> str:

@@ -6,8 +6,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -36,7 +35,6 @@ from rdzv_plugins.kv.base import (
     UNREACHED,
     Limit,
     Problem,
-    Wake,
     clock_hint,
     find_problem,
     full,
@@ -228,7 +226,11 @@ class Table:
         if not operation.startswith(("batch_", "transact_")):
             arguments["TableName"] = self.name
         request = partial(getattr(self._boto.get(), operation), **arguments)
-        answer: dict[str, Any] = request() if limit.wake is None else _aside(request, limit)
+        if limit.wake is None:
+            answer: dict[str, Any] = request()
+        else:
+            # boto3 cannot cancel a request: a woken wait abandons it.
+            answer = limit.await_result(in_background("rdzv-dynamodb", request))
         if (date := _date_of(answer)) is not None:
             # A Date has whole seconds and arrives late: the largest difference is the most exact.
             self._ahead = max(self._ahead, date - time.monotonic())
@@ -428,23 +430,3 @@ def _schema(partition: str, sort: str) -> list[dict[str, str]]:
         {"AttributeName": partition, "KeyType": "HASH"},
         {"AttributeName": sort, "KeyType": "RANGE"},
     ]
-
-
-def _aside(request: Callable[[], dict[str, Any]], limit: Limit) -> dict[str, Any]:
-    """Run ``request`` in a thread and abandon it at the limit: boto3 cannot cancel a request."""
-    answer: Future[dict[str, Any]] = Future()
-    done = Wake()
-
-    def ask() -> None:
-        try:
-            answer.set_result(request())
-        except Exception as error:
-            answer.set_exception(error)
-        done.ring()
-
-    in_background("rdzv-dynamodb", ask)
-    try:
-        limit.await_ready(done.fd)
-    finally:
-        done.close()
-    return answer.result()

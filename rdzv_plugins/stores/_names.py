@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from rdzv_plugins.kv.base import in_background
@@ -19,27 +20,13 @@ _PATIENCE = 1.0
 _known: dict[tuple[str, int], list[AddressInfo]] = {}
 
 
-class _LookUp:
-    """One that goes on in a thread of its own: a resolver cannot be told a deadline."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.since = time.monotonic()
-        self.done = threading.Event()
-        self.error: Exception | None = None
-
-        def ask() -> None:
-            try:
-                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                _known[host, port] = found
-            except Exception as error:
-                self.error = error
-            self.done.set()
-
-        in_background("rdzv-store-name", ask)
+# What is under way, and since when. By process too: a child has none of its parent's threads.
+_asked: dict[tuple[int, str, int], tuple[float, Future[list[AddressInfo]]]] = {}
 
 
-# By process too: a child has none of its parent's threads.
-_asked: dict[tuple[int, str, int], _LookUp] = {}
+def _ask(host: str, port: int) -> list[AddressInfo]:
+    found = _known[host, port] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return found
 
 
 def look_up(host: str, port: int, seconds: float) -> list[AddressInfo]:
@@ -61,19 +48,20 @@ def look_up(host: str, port: int, seconds: float) -> list[AddressInfo]:
         pass  # It is a name.
     place = (os.getpid(), host, port)
     asked = _asked.get(place)
-    if asked is None or asked.done.is_set():
-        # Two threads that come at once ask twice, which does no harm.
-        asked = _asked[place] = _LookUp(host, port)
+    if asked is None or asked[1].done():
+        # In a thread: a resolver cannot be told a deadline. Two callers at once may ask twice.
+        answer = in_background("rdzv-store-name", partial(_ask, host, port))
+        asked = _asked[place] = time.monotonic(), answer
+    since, answer = asked
     known = _known.get((host, port))
     if known is not None:
-        seconds = min(seconds, asked.since + _PATIENCE - time.monotonic())
-    answered = asked.done.wait(max(0.0, seconds))
-    error: Exception | None = asked.error
-    if not answered:
+        seconds = min(seconds, since + _PATIENCE - time.monotonic())
+    try:
+        return answer.result(max(0.0, seconds))
+    except TimeoutError:
         error = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-    if error is None:
-        return _known[host, port]
-    passing = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
-    if known is not None and passing:
+    except socket.gaierror as failure:
+        error = failure
+    if known is not None and error.errno == socket.EAI_AGAIN:
         return known
     raise error

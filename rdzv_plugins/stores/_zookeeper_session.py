@@ -212,13 +212,11 @@ def _stop(zk: Any, seconds: float) -> None:
     """Stop a kazoo client in the background, and wait up to ``seconds`` for it."""
 
     def stop() -> None:
-        with contextlib.suppress(Exception):
-            zk.stop()
-            zk.close()
+        zk.stop()
+        zk.close()
 
-    thread = in_background("rdzv-zookeeper-stop", stop)
-    if thread.is_alive():
-        thread.join(seconds)
+    with contextlib.suppress(Exception):
+        in_background("rdzv-zookeeper-stop", stop).result(seconds)
 
 
 class _Bounded:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote
 
@@ -42,9 +43,9 @@ from rdzv_plugins.kv.base import (
     Limit,
     Problem,
     Stored,
-    Wake,
     find_problem,
     full,
+    in_background,
     refused,
     segments,
     version_of,
@@ -627,16 +628,7 @@ class Transport:
             # While a cluster elects a leader, it loses requests.
             limit = limit.within(self._attempt_seconds)
         try:
-            if limit.wake is None:
-                return future.result(limit.seconds)
-            done = Wake()
-            try:
-                future.add_done_callback(lambda _: done.ring())
-                while not future.done():
-                    limit.await_ready(done.fd)
-            finally:
-                done.close()
-            return future.result()
+            return limit.await_result(future)
         except TimeoutError:
             if not parked and self._link is not None:
                 # Another server may answer.
@@ -796,22 +788,8 @@ class _Loop(asyncio.SelectorEventLoop):
     """
 
     async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
-        found: asyncio.Future[Any] = self.create_future()
-
-        def tell(tell_it: Callable[[Any], None], what: Any) -> None:
-            if not found.done():
-                tell_it(what)
-
-        def ask() -> None:
-            try:
-                answer = look_up(host, port, _LONGEST_LOOK_UP)
-            except Exception as error:
-                self.call_soon_threadsafe(tell, found.set_exception, error)
-            else:
-                self.call_soon_threadsafe(tell, found.set_result, answer)
-
-        threading.Thread(target=ask, name="rdzv-nats-name", daemon=True).start()
-        return await found
+        work = partial(look_up, host, port, _LONGEST_LOOK_UP)
+        return await asyncio.wrap_future(in_background("rdzv-nats-name", work), loop=self)
 
 
 _started: asyncio.AbstractEventLoop | None = None

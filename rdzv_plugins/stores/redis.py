@@ -278,7 +278,7 @@ class Client(StoreClient):
         def request(limit: Limit) -> None:
             # One more for the wait that a caller has given up: Redis answers it later.
             while len(self._idle) <= callers:
-                self._keep(self._open())
+                self._open_and_keep()
                 # A server that is full takes a connection, and says so to its first request.
                 self._read(["state"], limit)
 
@@ -615,7 +615,8 @@ class Client(StoreClient):
             except IndexError:
                 if limit.wake is None:
                     return self._open()
-                self._open_aside(limit)
+                # Connecting cannot be cancelled: a woken wait abandons it.
+                limit.await_result(in_background("rdzv-redis-connect", self._open_and_keep))
                 continue
             if not checked:
                 return line
@@ -625,23 +626,8 @@ class Client(StoreClient):
                     return line
             line.disconnect()
 
-    def _open_aside(self, limit: Limit) -> None:
-        """Connect in a thread, which a woken wait abandons: connecting cannot be cancelled."""
-        failures: list[Exception] = []
-
-        def connect() -> None:
-            try:
-                self._keep(self._open())
-            except Exception as error:
-                failures.append(error)
-
-        thread = in_background("rdzv-redis-connect", connect)
-        while thread.is_alive():
-            thread.join(0.02)
-            if limit.wake is not None and limit.wake.rung:
-                raise WokenError
-        if failures:
-            raise failures[0]
+    def _open_and_keep(self) -> None:
+        self._keep(self._open())
 
     def _open(self) -> Any:
         """A new connection."""
