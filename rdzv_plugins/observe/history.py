@@ -377,7 +377,7 @@ def _excluded(entry: Entry | None) -> tuple[Exclusion, ...]:
 
 def _hold(exclusions: Iterable[Exclusion], now: float) -> tuple[Exclusion, ...]:
     """The exclusions that hold; of a host's the last."""
-    return tuple({it.host: it for it in exclusions if it.holds(now)}.values())
+    return tuple({it.host: it for it in exclusions if it.is_in_force(now)}.values())
 
 
 def _iso(at: datetime) -> str:

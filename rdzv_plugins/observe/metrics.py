@@ -361,7 +361,7 @@ def _by_state(view: View) -> dict[str, int]:
     numbers = dict.fromkeys(STATES, 0)
     for node, record in {**(view.records or {}), view.me: view.record}.items():
         silent = node != view.me and is_due(view.confirmed_silence(node), record)
-        lost = view.is_silent(node)
+        lost = view.is_lost(node)
         state = state_of(view.document, node, record, silent=silent, lost=lost, now=view.wall)
         numbers[state.value] += 1
     return numbers

@@ -59,7 +59,9 @@ def naming_the_accused(
     return after if after.accused != document.accused else None
 
 
-def judged(view: View, document: RoundDocument, records: Mapping[str, NodeRecord]) -> RoundDocument:
+def with_verdicts(
+    view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> RoundDocument:
     """The document with the verdict on those who have not answered in time."""
     if view.rules.answer is None or not document.accused:
         return document

@@ -29,7 +29,7 @@ from rdzv_plugins.protocol.effects import (
     RecordHistory,
     Ring,
     Tell,
-    after_refusal,
+    after_conflict,
 )
 from rdzv_plugins.protocol.observer import with_rank
 from rdzv_plugins.protocol.roster import apart, known_ranks
@@ -64,7 +64,7 @@ def close_run(
         Whether the run is closed, by this node or another.
     """
     entry = yield from Read(STATE_KEY)
-    refusals = 0
+    conflicts = 0
     while True:
         document = _readable(entry, latest)
         if document is None and latest is not None:
@@ -86,8 +86,8 @@ def close_run(
             entry, written = yield from CompareAndSet(STATE_KEY, failed.encode(), expected)
             if written:
                 return True
-            refusals += 1
-            yield from after_refusal(refusals)
+            conflicts += 1
+            yield from after_conflict(conflicts)
             continue
         if document.closed:
             if document.cause.note != why and not told:
@@ -105,8 +105,8 @@ def close_run(
         entry, written = yield from CompareAndSet(STATE_KEY, closed.encode(), expected)
         if written and entry is not None:
             break
-        refusals += 1
-        yield from after_refusal(refusals)
+        conflicts += 1
+        yield from after_conflict(conflicts)
     yield from Tell("closed", f"the run is closed: {why}")
     # Joiners wait for the document; the leader waits for its bell.
     yield from Ring(node_id)
@@ -163,7 +163,7 @@ def tidy_up(
     before: RoundDocument | None,
     seconds: Durations,
     records: Mapping[str, NodeRecord],
-    is_silent: Callable[[str], bool],
+    is_lost: Callable[[str], bool],
     outdated: Iterable[str],
 ) -> Effects[None]:
     """Note the round that runs, and drop the stores and the records of what was before it.
@@ -173,7 +173,7 @@ def tidy_up(
         before: the round before it, if this node was in that.
         seconds: how long it took to form.
         records: all nodes'.
-        is_silent: whether a node's lease has run out.
+        is_lost: whether a node's lease has run out.
         outdated: the keys of shards that earlier documents named.
     """
     yield from RecordHistory(record_of(runs, records, before, seconds))
@@ -181,7 +181,7 @@ def tidy_up(
     dead = [
         node
         for node, record in records.items()
-        if node not in runs.ranks and (is_silent(node) or record.has_ended)
+        if node not in runs.ranks and (is_lost(node) or record.has_ended)
     ]
     old = (*outdated, *(NODES_PREFIX + node for node in dead))
     if old:

@@ -226,13 +226,18 @@ def _look_for_the_own_run(view: View) -> Action | None:
     return AskTombstone(str(view.own))
 
 
-def _write_back(view: View) -> Action | None:
-    """A store that forgets: found a run in a new one; in one that forgot, restore the document."""
-    latest = view.latest
-    if not _is_behind(view.document, latest):
+def _found_the_run(view: View) -> Action | None:
+    """Found the run if this node has never read a document."""
+    if view.latest is not None:
         return None
-    if latest is None:
-        return Write(founded(view, "first round")) if view.joining else Wait()
+    return Write(founded(view, "first round")) if view.joining else Wait()
+
+
+def _write_back(view: View) -> Action | None:
+    """A store that forgets: restore the document that this node remembers."""
+    latest = view.latest
+    if latest is None or not _is_behind(view.document, latest):
+        return None
     # The leader first; then the others in turn, in case the leader is gone too.
     patience = 0.0 if latest.leader == view.me else _spread(view, latest)
     if view.document_age < patience:
@@ -251,9 +256,9 @@ def _is_strange(view: View, document: RoundDocument) -> bool:
     return own not in (None, document.incarnation) and own not in view.asked_tombstones
 
 
-def _is_behind(document: RoundDocument | None, latest: RoundDocument | None) -> bool:
+def _is_behind(document: RoundDocument | None, latest: RoundDocument) -> bool:
     """Whether the store has no document, or an older one than this node remembers."""
-    if document is None or latest is None:
+    if document is None:
         return True
     if not document.is_of(latest):
         return True  # A run that is over stands in the place of a living one: see Observer.adopt.
@@ -265,6 +270,7 @@ _BY_ITS_MEMORY: tuple[_Decides, ...] = (
     _end_with_the_run,  # Closed stays closed.
     _stay_out,  # Unfit nodes.
     _look_for_the_own_run,
+    _found_the_run,
     _write_back,  # A store that forgets.
 )
 
@@ -330,11 +336,13 @@ def _stay_out_of_another_size(view: View, document: RoundDocument) -> Action | N
     alive = [
         node
         for node in map(str, holders - left)
-        if view.confirmed_silence(node) < view.lease(node) + patience
+        if view.confirmed_silence(node) < view.lease_and_lag(node) + patience
     ]
     if alive:
         return Wait(
-            max(0.0, min(view.lease(n) + patience - view.possible_silence(n) for n in alive))
+            max(
+                0.0, min(view.lease_and_lag(n) + patience - view.possible_silence(n) for n in alive)
+            )
         )
     return Write(founded(view, "resubmitted with other --nnodes"))
 
@@ -413,7 +421,7 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
         return Write(replace(document, leader=view.me))
     if (action := _ask_the_leader(view, document, leader)) is not None:
         return action
-    lease = view.lease(leader)
+    lease = view.lease_and_lag(leader)
     # The leader's next heartbeat carries its count of listings: an interval later than they happen.
     idle = lease + (view.leader.interval if view.leader else view.rules.interval)
     if view.confirmed_silence(leader) < lease and view.confirmed_idleness < idle:
@@ -561,13 +569,13 @@ def _doubt(view: View, at: Situation) -> Action | None:
 
 def _is_fresh(view: View, node: str) -> bool:
     """Whether the node was not doubted yet, and has not been lost for long."""
-    longest = view.lease(node) + view.rules.outage
+    longest = view.lease_and_lag(node) + view.rules.outage
     return view.forgiven(node) is None and view.confirmed_silence(node) < longest
 
 
 def _is_late(view: View, node: str, record: NodeRecord | None) -> bool:
     interval = record.interval if record is not None else view.rules.interval
-    lease = view.lease(node) - view.lag
+    lease = view.lease_and_lag(node) - view.lag
     least = max(_LATE_LEASES * lease, _LATE_INTERVALS * interval)
     return view.confirmed_silence(node) >= least
 

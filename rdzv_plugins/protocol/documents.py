@@ -287,7 +287,7 @@ class Exclusion(msgspec.Struct, frozen=True, array_like=True):
     until: Moment | None = None
     why: Text = ""
 
-    def holds(self, now: float) -> bool:
+    def is_in_force(self, now: float) -> bool:
         """Whether it is in force at this time, in seconds since the epoch."""
         return self.until is None or now < self.until
 
@@ -349,14 +349,14 @@ class Faults(msgspec.Struct, frozen=True, array_like=True):
         links: nodes that dialled another and could not exchange data with it, each with that one.
         rounds: how many rounds in a row did not run because of that.
         out: nodes that failed with several others, and why they are unfit: they are to say so.
-        hosts: nodes that others could not dial as rank 0.
+        not_to_host: nodes that others could not dial as rank 0.
         blind: nodes that could not dial rank 0, each with who that was.
     """
 
     links: Pairs = ()
     rounds: Count = 0
     out: Pairs = ()
-    hosts: Ids = ()
+    not_to_host: Ids = ()
     blind: Pairs = ()
 
     def why_out(self, node: str) -> str:

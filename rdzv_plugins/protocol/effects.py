@@ -206,21 +206,21 @@ class Tell(Effect[None], frozen=True):
         return self.about not in ("joined", "waiting", "forming", "round", "closed")
 
 
-_AT_ONCE, _MOST_REFUSALS = 3, 60
+_AT_ONCE, _MOST_CONFLICTS = 3, 60
 
 
-def after_refusal(refusals: int) -> Effects[None]:
+def after_conflict(conflicts: int) -> Effects[None]:
     """Pause before a compare-and-set is tried again at which others were faster, so many times.
 
     Raises `RendezvousConnectionError` after some 25 s of that: somebody writes in a loop.
     """
-    if refusals >= _MOST_REFUSALS:
+    if conflicts >= _MOST_CONFLICTS:
         raise RendezvousConnectionError(
             "others change the round document again and again, so that nothing was changed: try "
             "once more, and find out who else writes there"
         )
-    if refusals > _AT_ONCE:
-        yield from Rest(longest_pause(refusals - _AT_ONCE))
+    if conflicts > _AT_ONCE:
+        yield from Rest(longest_pause(conflicts - _AT_ONCE))
 
 
 class RecordHistory(Effect[None], frozen=True):

@@ -15,8 +15,8 @@ class Watched:
         since: when it was first seen as it is, or when the observer began to judge by it.
         looked: when the observer last looked.
         stale: not looked at since an outage: what is seen next may have been written before it.
-        forgiven: the silence that is not held against it, see `FailureDetector.doubt`; None: all
-            of it is.
+        forgiven: seconds of silence that do not count, see `FailureDetector.doubt`; 0: a lease of
+            grace was given instead; None: the node was never doubted.
         moved: the beat has moved since its window began: the node surely lives.
         last: the last beat that was seen, also where the record is gone; -1: none was.
         gone: its record was gone since that beat: if it is gone again, no window begins again.
@@ -35,6 +35,14 @@ class Watched:
     def silence(self) -> float:
         """Seconds that the beat is known to have stood still: up to the last look, not to now."""
         return max(0.0, self.looked - self.since)
+
+    def patience(self, lease: float) -> float:
+        """Seconds of silence after which the node is lost; ``lease`` contains the lag."""
+        return lease + (self.forgiven or 0.0)
+
+    def is_lost(self, lease: float) -> bool:
+        """Whether the node has been silent for its patience."""
+        return self.silence >= self.patience(lease)
 
 
 class FailureDetector:
@@ -98,14 +106,6 @@ class FailureDetector:
         for node in nodes:
             if (seen := self._seen.get(node)) is not None and seen.forgiven is None:
                 seen.forgiven = max(0.0, seen.looked - seen.since)
-
-    def forgiven(self, node: str) -> float | None:
-        """Seconds of its silence that are not held against it; None: it was never doubted.
-
-        A node that was given a lease of grace has had what a doubt would give it: 0.
-        """
-        seen = self._seen.get(node)
-        return seen.forgiven if seen else None
 
     def confirmed_silence(self, node: str) -> float:
         """As `Watched.silence`."""

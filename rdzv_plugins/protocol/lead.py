@@ -131,10 +131,10 @@ class Lead:
         outdated = self._seen.take_outdated()
         gone = found_gone(released, records)
 
-        def is_silent(node: str) -> bool:
-            return node in gone or self._seen.is_silent(node)
+        def is_lost(node: str) -> bool:
+            return node in gone or self._seen.is_lost(node)
 
-        yield from tidy_up(released, before, took, records, is_silent, outdated)
+        yield from tidy_up(released, before, took, records, is_lost, outdated)
         return True
 
     def renew(self) -> Effects[bool]:

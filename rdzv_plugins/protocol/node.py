@@ -480,8 +480,8 @@ class Node:
             self._take_orders()  # Again: what it beats next is not to be outdated.
             yield from self._heartbeat.keep_alive(self._lead.last_call)
         yield from seen.observe()
-        while seen.refused:
-            yield from Tell("unreadable", f"it counts as absent: {seen.refused.pop(0)}")
+        while seen.unbelieved:
+            yield from Tell("unreadable", f"it counts as absent: {seen.unbelieved.pop(0)}")
 
     def _tell_what_it_asked_for(self) -> Effects[None]:
         """Tell it when this node has time: a line takes as long as a request to the store."""

@@ -42,7 +42,7 @@ _SHORTEST_REST = 0.5e-3
 
 _RANKS_KEPT = 4
 # The log names so many nodes whose records are not believed.
-_REFUSED_KEPT = 16
+_UNBELIEVED_KEPT = 16
 # By so many milliseconds, at most, wall clocks are believed to differ: of two runs of an id that
 # began within less, either may be the later one.
 _CLOCKS_APART = 600_000
@@ -118,7 +118,7 @@ class Observer:
         accused: since when those have not beaten whom the document names as accused.
         latency: seconds that the last listing took.
         overslept: seconds by which its last pause that ended by itself was too long.
-        refused: what it has read that counts as absent, as lines to be told; who tells takes them.
+        unbelieved: lines for the log on values that were read and count as absent.
     """
 
     def __init__(self, node_id: str, rules: Rules, clock: Callable[[], float]) -> None:
@@ -149,7 +149,7 @@ class Observer:
         self.latency = self.overslept = 0.0
         # With which beat each is accused.
         self._accused_at: dict[str, int] = {}
-        self.refused: list[str] = []
+        self.unbelieved: list[str] = []
         # The readings that are due before the next decision.
         self._document_due = True
         self._leader_due = False
@@ -169,7 +169,7 @@ class Observer:
         # A newcomer has waited long enough for somebody to mend the document.
         self._mends = False
         # By node, why its record is not believed; "" stands for the document.
-        self._refused: dict[str, str] = {}
+        self._unbelieved: dict[str, str] = {}
         self._listed_at = float("-inf")
         self._shortest_lease = rules.lease
         # The silent node from which the lead was taken, until all records have been listed.
@@ -381,13 +381,13 @@ class Observer:
             mends = self._mends and damaged and not isinstance(error, SealedRunError)
             if self.latest is None and not mends:
                 raise
-            self._note_refused({"": str(error)})
+            self._note_unbelieved({"": str(error)})
             return None
         latest = self.latest
         if self._rules.sealed and latest is not None and not latest.closed:
             older = 0 < document.edition < latest.edition - _CLOCKS_APART
             if document.is_before(latest) if document.is_of(latest) else older:
-                self._note_refused(
+                self._note_unbelieved(
                     {
                         "": "the round document is an earlier one: somebody has put it back, or "
                         "the store has lost the last one"
@@ -400,13 +400,13 @@ class Observer:
         """From now on write over a document that nobody can read: nobody else has mended it."""
         self._mends = True
 
-    def _note_refused(self, refused: Mapping[str, str]) -> None:
+    def _note_unbelieved(self, unbelieved: Mapping[str, str]) -> None:
         """Note what is to be told: once of each node, and of few of thousands."""
-        for node, why in refused.items():
-            if node not in self._refused and len(self._refused) < _REFUSED_KEPT:
-                self._refused[node] = why
+        for node, why in unbelieved.items():
+            if node not in self._unbelieved and len(self._unbelieved) < _UNBELIEVED_KEPT:
+                self._unbelieved[node] = why
                 whose = f"; it is that of '{plain(node, 40)}'" if node else ""
-                self.refused.append(why + whose)
+                self.unbelieved.append(why + whose)
 
     def _begin_windows(self, was: RoundDocument | None, document: RoundDocument) -> None:
         """Begin every window now: another node leads, and older observations are too old.
@@ -414,9 +414,8 @@ class Observer:
         The window of a leader that this node has just deposed stays: its silence is proven.
         """
         deposed = was.leader if was and document.leader == self._me else None
-        # Nodes that fell silent with that leader have been so for a lease, and have one more.
-        silent = deposed is not None and self._is_out(deposed, self.leader)
-        self._outlived = deposed if silent else None
+        lost = deposed is not None and self._has_lost(deposed, self.leader)
+        self._outlived = deposed if lost else None
         self.records = None
         if self._leader_is != document.leader:
             self.leader = None
@@ -466,7 +465,7 @@ class Observer:
         asked = self._clock()
         entry = yield from Read(NODES_PREFIX + node)
         record = self._listing.read(node, entry)
-        self._note_refused(self._listing.refused)
+        self._note_unbelieved(self._listing.unbelieved)
         if record is not None:
             self.liveness.observe(node, record.beat, asked, self._clock())
             if node in self._accused_at:
@@ -514,7 +513,7 @@ class Observer:
         entries = yield from List(NODES_PREFIX)
         now = self._clock()
         records = self.records = self._listing.decode(entries)
-        self._note_refused(self._listing.refused)
+        self._note_unbelieved(self._listing.unbelieved)
         # That of the settings is the lease of a node without a record.
         self._shortest_lease = min([self._rules.lease, *(it.lease for it in records.values())])
         if not document.is_whole:
@@ -628,12 +627,11 @@ class Observer:
         confirmed, possible = self.liveness.longest(now)
         return max(0.0, lease + self.lag - possible) if confirmed < lease else None
 
-    def is_silent(self, node: str) -> bool:
-        """Whether the lease of another node has run out."""
+    def is_lost(self, node: str) -> bool:
+        """As `View.is_lost`."""
         record = self.records.get(node) if self.records else None
-        return node != self._me and self._is_out(node, record)
+        return node != self._me and self._has_lost(node, record)
 
-    def _is_out(self, node: str, record: NodeRecord | None) -> bool:
-        lease = record.lease if record else self._rules.lease
-        patience = lease + self.lag + (self.liveness.forgiven(node) or 0.0)
-        return self.liveness.confirmed_silence(node) >= patience
+    def _has_lost(self, node: str, record: NodeRecord | None) -> bool:
+        seen, lease = self.liveness.watched.get(node), record.lease if record else self._rules.lease
+        return seen is not None and seen.is_lost(lease + self.lag)

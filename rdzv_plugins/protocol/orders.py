@@ -29,7 +29,7 @@ from rdzv_plugins.protocol.effects import (
     List,
     Read,
     Ring,
-    after_refusal,
+    after_conflict,
 )
 from rdzv_plugins.protocol.policies import keeps_out
 from rdzv_plugins.protocol.policies.kept_out import without_hosts
@@ -239,7 +239,7 @@ def give(
         The document with the change; None: that run is over.
     """
     entry: Entry | None = yield from Read(STATE_KEY)
-    refusals = 0
+    conflicts = 0
     while True:
         document = RoundDocument.decode(entry.value) if entry is not None else None
         if document is None or document.closed or document.incarnation != incarnation:
@@ -252,8 +252,8 @@ def give(
         if written:
             yield from Ring(giver)
             return after
-        refusals += 1
-        yield from after_refusal(refusals)
+        conflicts += 1
+        yield from after_conflict(conflicts)
 
 
 def _look() -> Effects[tuple[RoundDocument | None, dict[str, NodeRecord]]]:

@@ -22,7 +22,7 @@ class RecordCache:
             believed. None: any is.
 
     Attributes:
-        refused: why a record counts as absent, by node: those of the last look.
+        unbelieved: why a record counts as absent, by node: those of the last look.
     """
 
     def __init__(self, lease: float | None = None) -> None:
@@ -31,7 +31,7 @@ class RecordCache:
         self._longest = lease * LEASES if lease is not None else math.inf
         # The last beats of those whose records are gone.
         self._gone: dict[str, int] = {}
-        self.refused: dict[str, str] = {}
+        self.unbelieved: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._decoded)
@@ -48,7 +48,7 @@ class RecordCache:
     def decode(self, entries: Mapping[str, Entry]) -> dict[str, NodeRecord]:
         """The records by node; those that nobody can read, or believe, are left out."""
         decoded: dict[str, tuple[Version, NodeRecord]] = {}
-        self.refused.clear()
+        self.unbelieved.clear()
         before, take = self._decoded, self._take
         for key, entry in entries.items():
             node = key[_START:]
@@ -74,10 +74,10 @@ class RecordCache:
         try:
             record = NodeRecord.decode(entry.value)
         except RendezvousStateError as error:
-            self.refused[node] = str(error)
+            self.unbelieved[node] = str(error)
             return None
         if not self._shortest <= record.lease <= self._longest:
-            self.refused[node] = (
+            self.unbelieved[node] = (
                 f"a node's record is not believed: a lease of {record.lease:g} s, where this "
                 f"node's is {self._shortest * LEASES:g} s - at `$.lease`"
             )
@@ -85,7 +85,9 @@ class RecordCache:
         if known is None:
             if not node.isalnum() and not is_host(node):
                 # Others would name it, dial it and send it.
-                self.refused[plain(node, 40)] = "a node's record is not believed: the id of no node"
+                self.unbelieved[plain(node, 40)] = (
+                    "a node's record is not believed: the id of no node"
+                )
                 return None
             # One that comes back as it was is what a store that forgot has found again.
             return None if record.beat < self._gone.get(node, 0) else (entry.version, record)

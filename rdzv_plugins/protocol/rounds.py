@@ -174,7 +174,7 @@ def naming_participants(at: Situation) -> RoundDocument:
         participants=chosen,
         previous=(),
         evicted=still_run,
-        waiting=len(ready) + len(at.refused) - len(chosen),
+        waiting=len(ready) + len(at.not_admitted) - len(chosen),
         cause=cause,
         grew=document.round if taken - old else document.grew,
         ran=None,

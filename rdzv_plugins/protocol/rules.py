@@ -247,25 +247,24 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         seen = self.watched.get(node)
         return seen is not None and seen.moved
 
-    def lease(self, node: str) -> float:
-        """The lease of a node, by which it is judged, as its own record says; see `lag`."""
+    def lease_and_lag(self, node: str) -> float:
+        """The lease in the node's record, and this node's `lag`."""
         record = self.records.get(node) if self.records is not None else None
         if record is None and self.document is not None and node == self.document.leader:
             record = self.leader
         return self.lag + (self.rules.lease if record is None else record.lease)
 
     def patience(self, node: str) -> float:
-        """The silence after which a node is lost: its lease, and what is forgiven."""
-        return self.lease(node) + (self.forgiven(node) or 0.0)
+        """As `Watched.patience`."""
+        seen, lease = self.watched.get(node), self.lease_and_lag(node)
+        return seen.patience(lease) if seen is not None else lease
 
-    def is_silent(self, node: str) -> bool:
-        """Whether another node is lost, as far as its beats tell."""
+    def is_lost(self, node: str) -> bool:
+        """Whether another node is lost by its heartbeats: `Watched.is_lost`."""
         if node == self.me or self.until_first_lease is not None:
             return False
         seen = self.watched.get(node)
-        if seen is None:
-            return False
-        return seen.looked - seen.since >= self.lease(node) + (seen.forgiven or 0.0)
+        return seen is not None and seen.is_lost(self.lease_and_lag(node))
 
 
 class Failure(StrEnum):

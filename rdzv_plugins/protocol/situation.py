@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from rdzv_plugins.protocol import policies
-from rdzv_plugins.protocol.accusations import found_gone, judged
+from rdzv_plugins.protocol.accusations import found_gone, with_verdicts
 from rdzv_plugins.protocol.documents import (
     Accusation,
     NodeRecord,
@@ -29,7 +29,7 @@ _NOBODY: frozenset[str] = frozenset()
 def assess(view: View, document: RoundDocument) -> Situation:
     """The situation as a node knows it that has listed all records."""
     records = {**(view.records or {}), view.me: view.record}
-    document = judged(view, document, records)
+    document = with_verdicts(view, document, records)
     gone = found_gone(document, records) if document.accused else {}
     return Situation(
         document=document,
@@ -74,7 +74,7 @@ def lost_nodes(
     """Nodes whose leases have run out, and what is forgiven of their silence."""
     if view.until_first_lease is not None:
         return _NOBODY
-    return frozenset(node for node in _all_nodes(document, records) if view.is_silent(node))
+    return frozenset(node for node in _all_nodes(document, records) if view.is_lost(node))
 
 
 def _silent_nodes(
@@ -84,7 +84,9 @@ def _silent_nodes(
     if view.until_first_lease is not None:
         return _NOBODY
     others = _all_nodes(document, records) - {view.me}
-    return frozenset(node for node in others if view.confirmed_silence(node) >= view.lease(node))
+    return frozenset(
+        node for node in others if view.confirmed_silence(node) >= view.lease_and_lag(node)
+    )
 
 
 def _all_nodes(document: RoundDocument, records: Mapping[str, NodeRecord]) -> set[str]:
@@ -152,10 +154,10 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return policies.keeps_out(self.document, self.records, self.wall)
 
     @derived
-    def refused(self) -> Mapping[str, Reason]:
+    def not_admitted(self) -> Mapping[str, Reason]:
         """Nodes that ask for a round, and that policies do not admit to the next one, and why."""
         runs = self.document.phase is Phase.RUNNING
-        return policies.refused(self, self.waiting if runs else self._eligible)
+        return policies.not_admitted(self, self.waiting if runs else self._eligible)
 
     # While a round forms.
 
@@ -201,7 +203,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @derived
     def ready(self) -> set[str]:
         """Nodes that the round may take."""
-        return self._eligible.difference(self.refused) if self.refused else self._eligible
+        return self._eligible.difference(self.not_admitted) if self.not_admitted else self._eligible
 
     @derived
     def size(self) -> int:
@@ -297,9 +299,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @derived
     def newcomers(self) -> list[str]:
         """Nodes that wait, and for which the round may be ended."""
-        if not self.refused:
+        if not self.not_admitted:
             return self.waiting
-        return [node for node in self.waiting if node not in self.refused]
+        return [node for node in self.waiting if node not in self.not_admitted]
 
     @derived
     def growth(self) -> int:
@@ -358,7 +360,7 @@ def waits_for_a_living_round(view: View) -> bool:
         return False
     leader = document.leader
     return leader is not None and (
-        leader == view.me or view.confirmed_silence(leader) < view.lease(leader)
+        leader == view.me or view.confirmed_silence(leader) < view.lease_and_lag(leader)
     )
 
 

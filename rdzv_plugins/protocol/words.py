@@ -312,7 +312,7 @@ def _reasons(unfit: Iterable[NodeRecord]) -> Names:
 
 
 def _refused(at: Situation) -> str:
-    found = Counter(it.why for it in at.refused.values() if it.why)
+    found = Counter(it.why for it in at.not_admitted.values() if it.why)
     return "; ".join(f"{_count(nodes)} waiting: {why}" for why, nodes in found.items())
 
 

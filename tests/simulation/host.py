@@ -1196,7 +1196,7 @@ class Host:
                 store.put_tombstone(document.incarnation, document.outcome or Ended.CLOSED)
             case effects.ReadExclusions():
                 held = (it for _, it in world.exclusions.values())
-                answer = tuple(it for it in held if it.holds(self._wall()))
+                answer = tuple(it for it in held if it.is_in_force(self._wall()))
             case effects.ReadTombstone(incarnation):
                 answer = store.tombstones.get(incarnation)
                 if turn == self._turn:

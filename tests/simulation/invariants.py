@@ -490,7 +490,7 @@ class Checker:
                 if person in dict(before.faults.out) and track.stopped_at < track.out_at:
                     raise InvariantError("network", f"{person}, who is out, is in {show(after)}")
             first = after.participants[0]
-            could = {*after.participants} - {*before.faults.hosts}
+            could = {*after.participants} - {*before.faults.not_to_host}
             if could and self._unreached.get((after.incarnation, after.round)) == (first, epoch):
                 raise InvariantError("network", f"nobody reached {first}: {show(after)}")
 
@@ -979,7 +979,7 @@ class Checker:
             ):
                 raise InvariantError("drained", f"{node} wrote {show(after)}, {person} was drained")
         now = EPOCH + self._now() + SKEW
-        hosts = {it.host for it in (*before.excluded, *before.quarantined) if it.holds(now)}
+        hosts = {it.host for it in (*before.excluded, *before.quarantined) if it.is_in_force(now)}
         if out := [it for it in after.participants if self._tracks[it].address in hosts]:
             raise InvariantError("excluded", f"{node} wrote {show(after)}, {out} are excluded")
 
@@ -989,7 +989,7 @@ class Checker:
         """Participants whom these exclusions keep out; each is older than the run."""
         began = self._founded.get(document.incarnation, 0.0)
         now = EPOCH + self._now() + SKEW
-        hosts = {it.host for since, it in exclusions if since < began and it.holds(now)}
+        hosts = {it.host for since, it in exclusions if since < began and it.is_in_force(now)}
         return [it for it in document.participants if self._tracks[it].address in hosts]
 
     def _judge_closing(
@@ -1153,7 +1153,7 @@ class Checker:
         """Whom nobody waits for, since people took them out; whatever the clocks of hosts say."""
         now = EPOCH + self._now() - SKEW
         held = (*document.excluded, *document.quarantined)
-        hosts = {it.host for it in held if it.holds(now)}
+        hosts = {it.host for it in held if it.is_in_force(now)}
         return {*document.drained} | {
             node for node, track in self._tracks.items() if track.address in hosts
         }

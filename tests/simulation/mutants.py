@@ -462,8 +462,8 @@ def wall_clocks(patch: Patch) -> None:
     def is_lost(view: View, node: str) -> bool:
         record = (view.records or {}).get(node)
         if record is None:
-            return view.is_silent(node)
-        return view.wall - record.at >= view.lease(node)
+            return view.is_lost(node)
+        return view.wall - record.at >= view.lease_and_lag(node)
 
     _lost(patch, is_lost)
 
@@ -479,7 +479,7 @@ def coup(patch: Patch) -> None:
         leads = view.document.leader if view.document is not None else None
         if leads in (None, view.me):
             return view
-        lease = view.lease(leads or "")
+        lease = view.lease_and_lag(leads or "")
         return _watching(
             view, lambda node, it: {"looked": it.looked + lease} if node == leads else {}
         )
@@ -1034,7 +1034,7 @@ def done_is_disturbed(patch: Patch) -> None:
             return view
         return _with_records(
             view,
-            lambda node, it: it.status is Status.DONE and not view.is_silent(node),
+            lambda node, it: it.status is Status.DONE and not view.is_lost(node),
             status=Status.RUN,
         )
 
@@ -2211,14 +2211,16 @@ def does_not_answer(patch: Patch) -> None:
 
 @_mutant("a heartbeat that comes after the accusation is an answer", focus=_LINKED)
 def hears_no_answer(patch: Patch) -> None:
-    def judged(original: Any, view: View, document: RoundDocument, records: Any) -> RoundDocument:
+    def with_verdicts(
+        original: Any, view: View, document: RoundDocument, records: Any
+    ) -> RoundDocument:
         beats = {it.node: it.beat for it in document.accused}
         old = {node: replace(it, beat=beats.get(node, it.beat)) for node, it in records.items()}
         deaf = replace(view, unanswered=dict.fromkeys(beats, 60.0))
         after: RoundDocument = original(deaf, document, old)
         return after
 
-    patch(accusations, "judged", judged)
+    patch(accusations, "with_verdicts", with_verdicts)
 
 
 @_mutant("who has found the leader gone asks it, and leads where it is silent", 138, _DIES)

@@ -204,7 +204,7 @@ class World:
         document = self.document
         held = (*(document.excluded if document is not None else ()), *more)
         now = EPOCH + self.kernel.now
-        return any(it.host == host.address and it.holds(now - 2 * SKEW) for it in held)
+        return any(it.host == host.address and it.is_in_force(now - 2 * SKEW) for it in held)
 
     def _runs_on(self, host: Host) -> bool:
         """Whether its workers go on in a run that is closed, and was not closed as failed."""

@@ -90,9 +90,9 @@ class TestJudgement:
         assert judge(of, found, RULES) == judge(of, found, CHECKS)
 
     def test_who_cannot_be_dialled_as_rank_0_is_known_as_long_as_the_run(self) -> None:
-        of = a_round(3, Faults(hosts=("n2",), rounds=1))
+        of = a_round(3, Faults(not_to_host=("n2",), rounds=1))
         judged = judge(of, records_of(of), CHECKS)
-        assert judged == Judgement(True, Faults(hosts=("n2",)))
+        assert judged == Judgement(True, Faults(not_to_host=("n2",)))
 
     def test_who_has_no_such_option_counts_as_passed(self) -> None:
         of = a_round(3)
@@ -106,7 +106,7 @@ class TestJudgement:
                 judged = judge(of, records_of(of, cut=cut), CHECKS)
                 assert not judged.runs
                 assert [node for node, _ in judged.faults.out] == [cut], (size, cut)
-                assert judged.faults.hosts == ()
+                assert judged.faults.not_to_host == ()
                 assert [judged.faults.links, judged.faults.blind] == [(), ()]
         assert judged.faults.why_out("n7").startswith("network: no data passed between this node ")
 
@@ -196,7 +196,7 @@ class TestRankZero:
     def test_one_that_nobody_reaches_gives_its_place_up(self) -> None:
         of = a_round(2)
         judged = judge(of, self.hidden(of, "n1"), CHECKS)
-        assert (judged.runs, judged.faults.hosts) == (False, ("n0",))
+        assert (judged.runs, judged.faults.not_to_host) == (False, ("n0",))
         found = records_of(of)
         able = network.able_to_host(after(of, judged), found, of.participants)
         assert [able[node].hosts for node in of.participants] == [False, True]
@@ -208,26 +208,26 @@ class TestRankZero:
     def test_one_that_some_cannot_dial_gives_way_to_one_that_all_may(self) -> None:
         of = a_round(4)
         judged = judge(of, self.hidden(of, "n2"), CHECKS)
-        assert (judged.runs, judged.faults.hosts) == (False, ("n0", "n2"))
+        assert (judged.runs, judged.faults.not_to_host) == (False, ("n0", "n2"))
 
     def test_one_that_nobody_reaches_is_not_left_out_for_that(self) -> None:
         of = a_round(5)
         judged = judge(of, self.hidden(of, "n1", "n2", "n3", "n4"), CHECKS)
-        assert (judged.faults.out, judged.faults.hosts) == ((), ("n0",))
+        assert (judged.faults.out, judged.faults.not_to_host) == ((), ("n0",))
 
     def test_who_can_dial_no_rank_0_is_left_out(self) -> None:
-        of = a_round(4, Faults(rounds=1, blind=(("n2", "n1"),), hosts=("n1", "n2")))
+        of = a_round(4, Faults(rounds=1, blind=(("n2", "n1"),), not_to_host=("n1", "n2")))
         judged = judge(of, self.hidden(of, "n2"), CHECKS)
         assert [node for node, _ in judged.faults.out] == ["n2"]
-        assert (judged.faults.hosts, judged.faults.blind) == (("n1", "n2"), ())
+        assert (judged.faults.not_to_host, judged.faults.blind) == (("n1", "n2"), ())
 
     def test_it_never_runs_with_one_that_a_node_cannot_dial(self) -> None:
         of = a_round(4, Faults(links=(("n0", "n2"),), rounds=50))
         assert not judge(of, self.hidden(of, "n2"), CHECKS).runs
 
     def test_once_each_has_had_its_turn_they_begin_again(self) -> None:
-        of = a_round(2, Faults(links=(("n0", "n1"),), rounds=1, hosts=("n1",)))
-        assert judge(of, self.hidden(of, "n1"), CHECKS).faults.hosts == ("n0",)
+        of = a_round(2, Faults(links=(("n0", "n1"),), rounds=1, not_to_host=("n1",)))
+        assert judge(of, self.hidden(of, "n1"), CHECKS).faults.not_to_host == ("n0",)
 
 
 def test_what_fails_at_once_is_not_tried_without_a_pause() -> None:

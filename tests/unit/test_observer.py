@@ -169,9 +169,9 @@ def test_a_heartbeat_that_a_leader_reads_by_itself_counts(time: Time) -> None:
     seen.liveness.observe("n3", 1, time.now, time.now)
     time.now += RULES.lease
     seen.liveness.observe("n3", 1, time.now, time.now)
-    assert seen.is_silent("n3")
+    assert seen.is_lost("n3")
     reading = seen.read_record("n3")
     next(reading)
     with pytest.raises(StopIteration):
         reading.send(Entry(record("n3", beat=2).encode(), "later"))
-    assert not seen.is_silent("n3")
+    assert not seen.is_lost("n3")

@@ -74,7 +74,7 @@ class TestThePolicyOfThePage:
         here = asked(at_most_two_of_a_domain, n1="r1", n2="r1", n3="r1", n4="r2")
         assert here.document is not None
         at = assess(here, replace(here.document, previous=("n3", "n2")))
-        assert policies.refused(at, {"n1", "n2", "n3", "n4"}).keys() == {"n1"}
+        assert policies.not_admitted(at, {"n1", "n2", "n3", "n4"}).keys() == {"n1"}
 
 
 class TestQuestions:
@@ -96,7 +96,7 @@ class TestQuestions:
         here = asked(RULES, n1="r1", n2="r1", n3="r1")
         assert here.document is not None
         at = assess(here, here.document)
-        assert at.kept_out is at.refused
+        assert at.kept_out is at.not_admitted
         assert at.ready is at.asking
 
     def test_others_know_the_options_by_the_leaders_record(self) -> None:

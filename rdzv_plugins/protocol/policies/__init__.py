@@ -32,8 +32,8 @@ __all__ = [
     "judged",
     "keeps_out",
     "leaves",
+    "not_admitted",
     "noted",
-    "refused",
 ]
 
 POLICIES: tuple[Policy, ...] = (
@@ -59,7 +59,7 @@ def keeps_out(
     return found
 
 
-def refused(at: Situation, nodes: Collection[str]) -> Mapping[str, Reason]:
+def not_admitted(at: Situation, nodes: Collection[str]) -> Mapping[str, Reason]:
     """Which of these nodes the next round does not take, and why."""
     found = NOTHING
     for policy in POLICIES:

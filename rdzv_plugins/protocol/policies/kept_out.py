@@ -69,7 +69,7 @@ def _reason(document: RoundDocument, exclusion: Exclusion, now: float) -> Reason
 def in_force(document: RoundDocument, now: float) -> dict[str, Exclusion]:
     """The exclusions and quarantines that hold at this time, by host; seconds since the epoch."""
     both = (*document.quarantined, *document.excluded)
-    return {it.host: it for it in both if it.holds(now)}
+    return {it.host: it for it in both if it.is_in_force(now)}
 
 
 def without_hosts(held: Iterable[Exclusion], hosts: Collection[str]) -> tuple[Exclusion, ...]:
@@ -101,8 +101,8 @@ def pruned(document: RoundDocument, records: Mapping[str, NodeRecord], now: floa
     return replace(
         document,
         drained=drained,
-        excluded=tuple(it for it in document.excluded if it.holds(now)),
-        quarantined=tuple(it for it in document.quarantined if it.holds(now)),
+        excluded=tuple(it for it in document.excluded if it.is_in_force(now)),
+        quarantined=tuple(it for it in document.quarantined if it.is_in_force(now)),
     )
 
 

@@ -149,13 +149,13 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
     now = {it for pair in (*failed, *cut) for it in pair}
     out = _at_fault(links, blind, now, was.rounds > 0)
     if not (cut or out) and (not fresh or was.rounds >= _MOST_ROUNDS):
-        kept = Faults(links=tuple(failed[-_LINKS_KEPT:]), hosts=was.hosts)
+        kept = Faults(links=tuple(failed[-_LINKS_KEPT:]), not_to_host=was.not_to_host)
         return Judgement(True, kept, tuple(failed))
     faults = Faults(
         links=_without(out, links)[-_LINKS_KEPT:],
         rounds=was.rounds + 1,
         out=tuple((node, _reason(of, records)) for node, of in out.items())[:_OUT_KEPT],
-        hosts=_not_to_host(document, found, out),
+        not_to_host=_not_to_host(document, found, out),
         blind=_without(out, blind)[-_LINKS_KEPT:],
     )
     return Judgement(False, faults, tuple(dict.fromkeys((*failed, *cut))))
@@ -165,7 +165,7 @@ def _not_to_host(
     document: RoundDocument, found: Mapping[str, Found], out: Mapping[str, object]
 ) -> tuple[str, ...]:
     """The nodes not to be rank 0 of the next round, since others could not dial them."""
-    hosts, first = document.faults.hosts, document.participants[0]
+    hosts, first = document.faults.not_to_host, document.participants[0]
     dialled = {node: it.unreached for node, it in found.items() if it.first and node not in out}
     blind = [node for node, why in dialled.items() if why]
     nobody = len(blind) == len(dialled)
@@ -180,7 +180,7 @@ def _not_to_host(
 
 def still_not_to_host(faults: Faults) -> Faults:
     """The faults of a round that runs, for the next one."""
-    return Faults(hosts=faults.hosts) if faults.hosts else NO_FAULTS
+    return Faults(not_to_host=faults.not_to_host) if faults.not_to_host else NO_FAULTS
 
 
 def _without(out: Mapping[str, object], pairs: Sequence[Link]) -> tuple[Link, ...]:
@@ -245,9 +245,9 @@ def able_to_host(
 
     Where nobody else could open a TCPStore, those try again.
     """
-    if not document.faults.hosts:
+    if not document.faults.not_to_host:
         return records
-    others = [node for node in chosen if node not in document.faults.hosts]
+    others = [node for node in chosen if node not in document.faults.not_to_host]
     able = [node for node in others if records[node].hosts] or others
     return {**records, **{node: replace(records[node], hosts=node in able) for node in chosen}}
 

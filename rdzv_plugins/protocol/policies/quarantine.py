@@ -152,11 +152,11 @@ def let_in(
         ready: those of them that are not.
     """
     nodes, sizes, freed = [*ready], Sizes.of(rules), list[str]()
-    barred = {it.host for it in document.excluded if it.holds(now)}
+    barred = {it.host for it in document.excluded if it.is_in_force(now)}
     asks = [node for node in asks if node not in document.drained]
     for it in sorted(document.quarantined, key=lambda held: held.until or 0.0):
         of_host = [node for node in asks if records[node].address == it.host]
-        if it.host in barred or not of_host or not it.holds(now):
+        if it.host in barred or not of_host or not it.is_in_force(now):
             continue
         nodes += of_host
         freed.append(it.host)
