@@ -1,7 +1,7 @@
 """The documents in the store: the round document and the nodes' own records, as small JSON.
 
-Bytes from the store are never trusted: msgspec checks each field's type as it parses them, and what
-is not as declared here is refused with `RendezvousStateError`. Nothing is unpickled.
+Values of the store are never trusted: msgspec checks the type of each field, and any mismatch
+raises `RendezvousStateError`. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ STORE_PREFIX = "store/"
 
 SCHEMA = 2
 
-# Enough for millions of nodes. A node that reads the document makes the key of each shard.
+# Enough for millions of nodes. A reader makes the key of each shard, so the number is limited.
 _MOST_SHARDS = 1 << 16
 
-# A leader reads thousands of records: short names.
+# Stored under short names, because a leader reads thousands of records.
 _SHORT = {
     "address": "addr",
     "min_nodes": "min",
@@ -68,31 +68,33 @@ _SHORT = {
     "found": "net",
 }
 
-# How many names a cause keeps, and how many of them a sentence shows.
+# A cause keeps _NAMES_KEPT names; a sentence shows _NAMES_SHOWN of them.
 _NAMES_KEPT = 16
 _NAMES_SHOWN = 4
 
 
 def store_prefix(incarnation: str, round_: int) -> str:
-    """Where the c10d store of a round stands: no two runs of one id ever share one."""
+    """The prefix of a round's c10d store; no two runs of one id share one."""
     return f"{STORE_PREFIX}{incarnation}/{round_}/"
 
 
 class CorruptDocumentError(RendezvousStateError):
-    """No version of this package wrote the value that stands as the round document."""
+    """The value of the document's key was written by no version of this package."""
 
 
 class SealedRunError(CorruptDocumentError):
-    """The run has a secret, and this client has none: it is not this one's to write over."""
+    """The run has a secret and this client has none: the client must not overwrite it."""
 
 
 class Phase(StrEnum):
-    """Where a round is. Within a round phases only go forward."""
+    """The phase of a round; within a round it only goes forward."""
 
     FORMING = "forming"
     """Nodes join; nobody has a rank."""
     CONFIRMING = "confirming"
-    """Ranks are given; each participant says that it has seen them, rank 0 opens MASTER_PORT."""
+    """Ranks are given; each participant confirms that it has seen its rank, and rank 0 opens
+    MASTER_PORT.
+    """
     RUNNING = "running"
     """Every participant has confirmed; agents start their workers."""
     CLOSED = "closed"
@@ -110,37 +112,37 @@ class Status(StrEnum):
     """The status in a node's own record."""
 
     JOIN = "join"
-    """It asks for a round; no worker of it runs."""
+    """It asks for a round, and none of its workers runs."""
     RUN = "run"
-    """It has seen its rank; its workers may run."""
+    """It has confirmed its rank; its workers may run."""
     SPARE = "spare"
-    """It asks for a round, and the one that runs has no room for it."""
+    """It asks for a round, and the round that runs has no room for it."""
     DONE = "done"
-    """Its workers succeeded; it waits for those of the other nodes."""
+    """Its workers succeeded; it waits for the other nodes' workers."""
     LEFT = "left"
     """It is in no round and asks for none."""
 
 
 class Outcome(StrEnum):
-    """How a run that is closed ended."""
+    """How a closed run ended."""
 
     SUCCEEDED = "succeeded"
-    """The workers of a node succeeded, and nobody else has work left."""
+    """The workers of a node succeeded, and no other node has work left."""
     FAILED = "failed"
-    """An agent gave up: the others end too."""
+    """An agent gave up, so the other nodes end too."""
     CLOSED = "closed"
-    """No further round forms by request; the round that runs goes on."""
+    """Somebody closed the run: no further round forms, and the round that runs goes on."""
     NO_PROGRESS = "no progress"
-    """Its rounds ended again and again before they had run for long: all nodes end."""
+    """Round after round ended after a short time: all nodes end."""
 
     @property
     def ends_workers(self) -> bool:
-        """Whether the workers of the other nodes are told to end."""
+        """Whether the other nodes end their workers."""
         return self in (Outcome.FAILED, Outcome.NO_PROGRESS)
 
 
 class Names(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Nodes by their labels: the first few, and how many there are besides."""
+    """Nodes by their labels: the first few, and the number of all others."""
 
     first: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     more: Nodes = 0
@@ -160,11 +162,10 @@ class Names(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def count(self) -> int:
-        """How many nodes."""
         return len(self.first) + self.more
 
     def plus(self, labels: Iterable[str]) -> Names:
-        """These and others."""
+        """These nodes and others."""
         fresh = sorted(set(labels) - set(self.first))
         if not fresh:
             return self
@@ -172,35 +173,34 @@ class Names(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Names((*self.first, *fresh[:room]), self.more + max(0, len(fresh) - room))
 
     def and_more(self, nodes: int) -> Names:
-        """These and others whose labels nobody knows."""
+        """These nodes and others whose labels are unknown."""
         return Names(self.first, self.more + nodes) if nodes else self
 
     def without(self, labels: Collection[str]) -> Names:
-        """These but for some of the first."""
+        """These nodes without the given ones, as far as they are among the first."""
         kept = tuple(label for label in self.first if label not in labels)
         return Names(kept, self.more) if kept != self.first else self
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a round: what became of which nodes. Amended while the round forms.
+    """Why a round forms, by what happened to which nodes. Amended while the round forms.
 
     Attributes:
-        lost: their leases ran out, or they are ``gone``.
-        gone: those of them, of a few, whose processes have ended, each with who has found that; by
-            label.
-        left: they said that they leave.
-        failed: their workers failed, and their agents asked for another round; with those that left
-            because their workers, or their agents, failed.
-        joined: they are new.
-        evicted: they live, but did not ask for the round in time.
-        apart: pairs of nodes of which one could not exchange data with the other, or dial it.
-        unfit: why some of those that left did: their check failed, or they gave up. By label, of a
-            few.
-        held: they were in the last round, and are left over from whole units and segments.
-        drained: a person took them out for good.
-        excluded: a person or the leader keeps their hosts out for a time.
-        why: of those that are excluded, in the words of who did it.
-        note: what else there is to say.
+        lost: nodes whose leases ran out, or whose processes are ``gone``.
+        gone: for some lost nodes whose processes have ended: label, and the label of the node that
+            found out.
+        left: nodes that announced that they leave.
+        failed: nodes that asked for another round because their workers failed, and nodes that left
+            because their workers or agents failed.
+        joined: new nodes.
+        evicted: live nodes that did not ask for the round in time.
+        apart: pairs of nodes that could not exchange data, or dial each other.
+        unfit: for some nodes that left because a check failed or they gave up: label and reason.
+        held: participants of the last round that do not fit into whole units and segments.
+        drained: nodes that a person took out for good.
+        excluded: nodes whose hosts a person or the leader keeps out for a time.
+        why: the reason of the exclusions, in the words of whoever excluded them.
+        note: any other reason.
     """
 
     lost: Names = Names()
@@ -241,13 +241,13 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return replace(self, **{name: getattr(self, name).plus(to) for name, to in names.items()})
 
     def because(self, unfit: Mapping[str, str]) -> Cause:
-        """This cause with the reasons of nodes that left since their check failed."""
+        """This cause with the reasons why these nodes are unfit."""
         if not unfit:
             return self
         return replace(self, unfit=tuple({**dict(self.unfit), **unfit}.items())[:_NAMES_SHOWN])
 
     def found(self, gone: Mapping[str, Accusation]) -> Cause:
-        """This cause with those whose processes are gone, and how that was found: by label."""
+        """This cause with the nodes, by label, whose processes have ended, and who found out."""
         if not gone:
             return self
         by = {**dict(self.gone), **{label: it.by for label, it in gone.items()}}
@@ -275,12 +275,11 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Exclusion(msgspec.Struct, frozen=True, array_like=True):
-    """A host of which no node is to be in a round.
+    """A host whose nodes are kept out of all rounds.
 
     Attributes:
         host: the address that its nodes use.
-        until: when it ends, in seconds since the epoch; None: when it is taken back.
-        why: for people.
+        until: seconds since the epoch; None: until somebody takes the exclusion back.
     """
 
     host: Id
@@ -288,18 +287,17 @@ class Exclusion(msgspec.Struct, frozen=True, array_like=True):
     why: Text = ""
 
     def is_in_force(self, now: float) -> bool:
-        """Whether it is in force at this time, in seconds since the epoch."""
+        """``now``: seconds since the epoch."""
         return self.until is None or now < self.until
 
 
 class Accusation(msgspec.Struct, frozen=True, array_like=True):
-    """A node that is asked whether it lives.
+    """A node that has to show that it lives.
 
     Attributes:
-        node: its id.
-        beat: of its record then: a later one is its answer.
-        by: the label of who accuses it.
-        lost: it has not answered in time.
+        beat: the beat in its record at that time; a higher beat is the answer.
+        by: the label of the accuser.
+        lost: the node has not answered in time.
     """
 
     node: Id
@@ -309,12 +307,12 @@ class Accusation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Strikes(msgspec.Struct, frozen=True, array_like=True):
-    """A count against a host.
+    """The count of rounds that a host ended.
 
     Attributes:
         host: the address that its nodes use.
-        times: when rounds began whose predecessors it had ended, in seconds since the epoch.
-        served: how often it has been in quarantine.
+        times: when the round after each such round began, in seconds since the epoch.
+        served: how often the host has been in quarantine.
         served_until: when the last quarantine ends.
     """
 
@@ -325,14 +323,14 @@ class Strikes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The findings of a node about the network while it confirmed its rank.
+    """What a node found out about the network before it confirmed its rank.
 
     Attributes:
-        partner: with which node it was to exchange data; empty: with none.
+        partner: the node with which it was to exchange data; empty: none.
         seconds: how long that took.
-        why: why it failed; empty: it did not.
+        why: why the exchange failed; empty: it succeeded.
         first: rank 0, if this node has dialled it.
-        unreached: why that failed; empty: it did not.
+        unreached: why dialling rank 0 failed; empty: it succeeded.
     """
 
     partner: Id = ""
@@ -343,14 +341,14 @@ class Found(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Faults(msgspec.Struct, frozen=True, array_like=True):
-    """The findings of the network check since a round last ran, or of the one that runs.
+    """What the network check found since a round last ran, or in the round that runs.
 
     Attributes:
-        links: nodes that dialled another and could not exchange data with it, each with that one.
-        rounds: how many rounds in a row did not run because of that.
-        out: nodes that failed with several others, and why they are unfit: they are to say so.
+        links: pairs (a node that dialled, the node with which it could not exchange data).
+        rounds: how many rounds in a row did not run because of such faults.
+        out: nodes that failed with several others, each with the reason why it is unfit.
         not_to_host: nodes that others could not dial as rank 0.
-        blind: nodes that could not dial rank 0, each with who that was.
+        blind: pairs (a node, the rank 0 that it could not dial).
     """
 
     links: Pairs = ()
@@ -360,25 +358,22 @@ class Faults(msgspec.Struct, frozen=True, array_like=True):
     blind: Pairs = ()
 
     def why_out(self, node: str) -> str:
-        """Why the node is unfit; empty: it is not among those."""
+        """Why the node is unfit; empty: the check did not find it at fault."""
         return dict(self.out).get(node, "")
 
 
 NO_FAULTS = Faults()
-"""The default of `RoundDocument.faults`: of a structure, only this very object is not written."""
+"""The default of `RoundDocument.faults`: msgspec omits a structure only if it is this very object.
+"""
 
 
 class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Many nodes in rank order, which stand apart from the document that counts on them.
-
-    See `rdzv_plugins.protocol.roster`.
+    """Many nodes in rank order, stored apart from the document. See `rdzv_plugins.protocol.roster`.
 
     Attributes:
-        digest: of the nodes, `digest_of`; their shards stand under it and never change.
-        size: how many nodes.
-        shards: how many shards.
-        ranks: the ranks that this node has read, its own if it is one of them; None: none yet.
-            Not stored.
+        digest: `digest_of` the nodes; part of the keys of their shards, which never change.
+        ranks: the ranks that this node has read: its own, or none if it is not among the nodes.
+            None: not read yet. Not stored.
     """
 
     digest: Key
@@ -388,7 +383,7 @@ class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class derived(Generic[T]):  # noqa: N801  # It is used as `property` is.
-    """An attribute that is computed once, when it is first read, and not stored.
+    """An attribute that is computed when it is first read, and not stored.
 
     Until Python 3.12 functools' own takes a lock: a twelfth of the time of a node's decisions.
     """
@@ -411,44 +406,42 @@ class derived(Generic[T]):  # noqa: N801  # It is used as `property` is.
 
 
 class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
-    """The one thing that all nodes agree on; changed by compare-and-set only.
+    """The one value that all nodes agree on; changed by compare-and-set only.
 
     Attributes:
-        incarnation: random; the run that this is, of all that its id has named or will name.
+        incarnation: a random id of this run; later runs of the same id have others.
         round: grows with every change of membership.
-        leader: id of the node that turns records into rounds; None: it left, the next takes over.
-        participants: ids in rank order; empty while forming, and where `roster` stands for them.
-        previous: while forming, participants of the last round that must be accounted for, in their
-            old rank order; empty where `previous_roster` stands for them.
-        roster, previous_roster: of many participants, or many of the last round.
-        lost: participants that are gone from a running round that goes on without them.
-        evicted: nodes that live and may not have stopped, but are waited for no more.
-        waiting: nodes that were waiting when the document was written.
-        cause: why this round, for people; of a closed run, why it was closed.
-        finishing: a participant's workers succeeded, so that nobody new is let in.
-        outcome: of a closed run.
-        expires: of a closed run: its keys have been told to expire after ``closed_ttl``.
-        ran: `world_id` of the round that runs; it stays until the next one has its participants,
-            for those of a round that was over before they saw it run.
-        master: ``address:port`` of rank 0's TCPStore in the round that runs, or ran last: rank 0
-            of the next one opens another port.
-        resize: somebody said that now is the moment to let newcomers in.
+        leader: id of the node that turns records into rounds; None: it left, and the next one takes
+            over.
+        participants: ids in rank order; empty while the round forms, and where ``roster`` is set.
+        previous: while the round forms, the participants of the last round that are not accounted
+            for yet, in their old rank order; empty where ``previous_roster`` is set.
+        roster, previous_roster: replace ``participants`` and ``previous`` where these are many.
+        lost: lost participants of a running round that goes on without them.
+        evicted: live nodes whose workers may still run, and for which no round waits.
+        waiting: how many nodes waited when the document was written.
+        cause: why the round forms, for people; of a closed run, why it was closed.
+        finishing: a participant's workers succeeded, so no newcomer is let in.
+        expires: of a closed run: its keys expire after ``closed_ttl``.
+        ran: `world_id` of the round that runs. It stays until the next round has its participants,
+            for nodes that did not see their round run before it ended.
+        master: ``address:port`` of rank 0's TCPStore in the round that runs or ran last.
+        resize: an order to let newcomers in now.
         grew: the last round that let newcomers in.
         short_rounds: how many of the last rounds in a row ran for less than ``no_progress_uptime``.
-        drained: nodes that are to be in no later round of this incarnation.
-        excluded: hosts that are kept out for a time.
-        quarantined: hosts that the leader keeps out for a time, since they end round after round.
-        strikes: what counts against hosts, where quarantine is on.
-        restart: a person asks for a new round, for this reason; empty: nobody does.
+        excluded: hosts that people keep out for a time.
+        quarantined: hosts that the leader keeps out for a time, because they ended round after
+            round.
+        restart: a person's reason for an ordered restart; empty: none is ordered.
         faults: what the network check has found.
-        accused: nodes that are to show that they live, or have not shown it.
-        fencing_token: of the round that was named last; larger than that of each round before it.
-        run: the id of the run, as far as who founded it knew.
-        edition: of a run whose values are sealed: grows with each write, from the milliseconds when
-            the run began, so that no earlier one takes its place; 0: they are not sealed.
-        since: when its phase began, in seconds since the epoch on the wall clock of who wrote that;
-            for people alone. 0: not known, or it is closed.
-        schema: the first number is not written: a later one is a field without a default.
+        accused: nodes that have to show that they live, or did not.
+        fencing_token: of the last round that was given ranks; larger than in each round before.
+        run: the id of the run, if its founder knew it.
+        edition: in a sealed run it grows with each write, so that an old document is recognised. It
+            starts at the time of the founding, in milliseconds. 0: the run is not sealed.
+        since: when its phase began, by the wall clock of the writer, in seconds since the epoch;
+            for people alone. 0: not known, or closed.
+        schema: 2 is not stored, so a later schema must be a field without a default.
     """
 
     schema: int = SCHEMA
@@ -488,21 +481,18 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where the document stands in the history of its run; a store only moves it forward.
-
-        Places of two incarnations are not to be compared.
-        """
+        """The document's place in the history of one incarnation; a store only moves forward."""
         return self.round, self.phase.order
 
     def is_before(self, later: RoundDocument) -> bool:
-        """Whether it is an earlier one of the same incarnation."""
+        """Whether ``later`` is a later document of the same incarnation."""
         if self.place != later.place:
             return self.place < later.place
         return self.edition < later.edition
 
     @property
     def edited(self) -> RoundDocument:
-        """The document as it is written after another one of the same run."""
+        """The document with the edition of the next write."""
         return replace(self, edition=self.edition + 1) if self.edition else self
 
     @property
@@ -511,38 +501,36 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @derived
     def reason(self) -> str:
-        """The cause, in words."""
         return str(self.cause)
 
     def is_of(self, other: RoundDocument | None) -> bool:
-        """Whether both are of one run, and not of two that its id has named."""
+        """Whether both documents are of one incarnation."""
         return other is not None and self.incarnation == other.incarnation
 
     def names(self, node: str) -> bool:
-        """Whether the run counts on the node: it is in the round, or was in the last one.
+        """Whether the run counts on the node: as a participant of this round, or of the last one.
 
-        Where they stand in shards, this is known only of the node that has read its own.
+        Of nodes in shards a node knows only whether itself is one.
         """
         return node in self.ranks or node in self.old_ranks
 
     @property
     def size(self) -> int:
-        """How many participants."""
         return len(self.participants) if self.roster is None else self.roster.size
 
     @property
     def has_lost_all(self) -> bool:
-        """Whether no participant of the round that runs is left."""
+        """Whether every participant of the running round is lost."""
         return self.phase is Phase.RUNNING and len(self.lost) >= self.size
 
     @property
     def rosters(self) -> list[Shards]:
-        """The rosters that stand apart from it, one for the round and one for the last."""
+        """The rosters that are stored apart from the document."""
         return [it for it in (self.roster, self.previous_roster) if it is not None]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all nodes are here on which it counts, and none stand in shards."""
+        """Whether the document itself holds all its nodes."""
         return self.roster is None and self.previous_roster is None
 
     @derived
@@ -552,12 +540,12 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @derived
     def old_ranks(self) -> dict[str, int]:
-        """The place of each node in ``previous``, as far as it was read."""
+        """Each node's index in ``previous``, as far as it was read."""
         return _ranks(self.previous, self.previous_roster)
 
     @derived
     def world_id(self) -> str:
-        """Tells rounds of one number apart: a store that forgot may see it given twice."""
+        """Identifies the membership: after a store forgot, a round's number may be given twice."""
         roster = self.roster
         digest = roster.digest if roster else digest_of(self.incarnation, self.participants)
         return f"{self.round}-{digest}"
@@ -567,7 +555,9 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @classmethod
     def decode(cls, data: bytes) -> RoundDocument:
-        """Raises `RendezvousStateError` for another version's, else `CorruptDocumentError`."""
+        """Raises `RendezvousStateError` for another version's document, `CorruptDocumentError` for
+        anything else that is no document.
+        """
         try:
             document = decode(_DOCUMENTS, data, DOCUMENT_BYTES)
             problem = document._problem()
@@ -589,7 +579,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         )
 
     def _without_ranks(self) -> RoundDocument:
-        """This without what one node alone has read."""
+        """This document without the ranks that one node alone has read."""
         if self.is_whole:
             return self
         roster, previous = self.roster, self.previous_roster
@@ -600,7 +590,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         )
 
     def _problem(self) -> str | None:
-        """Why no leader writes this, or no node could act on it."""
+        """Why no leader can have written this document, or no node could act on it."""
         if self.schema != SCHEMA:
             return f"schema {self.schema}"
         for shards in self.rosters:
@@ -616,44 +606,40 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return None
 
 
-# gc=False: no cycle goes through what is immutable, and a leader makes thousands at each look.
+# gc=False: immutable values form no cycle, and a leader makes thousands of records at each look.
 class NodeRecord(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, rename=_SHORT
 ):
-    """A node's record of itself; written by nobody else.
+    """A node's record of itself, which no other node writes.
 
     Attributes:
         beat: grows with every write; a node whose beat stands still is lost.
-        incarnation: the run whose rounds ``round`` and ``world_id`` are; None before its first.
-        round: the last round in which this node was named; -1 before its first.
-        world_id: `RoundDocument.world_id` of the last round in which it has seen its rank.
+        incarnation: the run to which ``round`` and ``world_id`` belong; None before the first
+            round.
+        round: the last round in which this node was named; -1 before the first one.
+        world_id: `RoundDocument.world_id` of the last round whose rank this node confirmed.
         rank: its rank in that round.
-        min_nodes, max_nodes: its ``--nnodes``.
-        interval: seconds between two of its beats.
-        lease: seconds without a beat after which it is lost.
-        looks: how often it has read all records since it started, as a leader does, but for a
-            reading that follows a write of the document which failed.
-        hint: its ``--rdzv-conf rank``.
+        interval: seconds between two beats.
+        lease: seconds without a beat after which the node is lost.
+        looks: how often it has listed all records since it started, without listings after a failed
+            write of the document.
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
-        hosts: False: it could not open that TCPStore, and another is to be rank 0.
-        lacks: 4 or 6: its host has no address of that version of IP, and reaches none; 0: it has
-            both, or that is not known.
-        failed: it asks for another round because its workers failed, or it has left because they or
-            its agent failed.
+        hosts: False: this node could not open that TCPStore, so another becomes rank 0.
+        lacks: 4 or 6: the IP version that its host neither has nor reaches; 0: none, or not known.
+        failed: it asks for another round, or has left, because its workers or agent failed.
         may_grow: its workers say that now is a good moment to let newcomers in.
         unfit: why it asks for no round: its check failed, or it gave up. It beats while it tries
             again.
-        policy: the options of the run that are not at their defaults, as text.
-        domain: where it is, by levels with "/" between them; only where the run minds that.
-        port: where it answers the network checks of others; 0: nowhere.
-        link: where it answers the links of others, and then accusations too; 0: nowhere.
-        accuses: nodes that were gone when it dialled them again, each with its beat then.
-        found: what its own network check came to in the round of ``world_id``.
-        suspect: the last round that named it did not run because of its network: no running round
-            is ended for it.
-        last_call: of a leader, the round that it forms, and when the last call of that ends on its
+        policy: the run's options that are not at their defaults, as text.
+        domain: where it is, by levels with "/" between them; only where the run minds domains.
+        port: of its listener for network checks; 0: none.
+        link: the port of its listener for links; with one it may be accused. 0: none.
+        accuses: nodes that were gone when this node dialled them again, each with its last beat.
+        found: what its network check found in the round of ``world_id``.
+        suspect: its last round did not run because of its network; no running round ends for it.
+        last_call: of a leader: the round that forms, and when its last call ends, by the leader's
             wall clock; for people alone. None: none runs, or it has just begun.
-        at: when it wrote this, in seconds since the epoch on its wall clock; for people alone. 0:
+        at: when it wrote this, by its wall clock, in seconds since the epoch; for people alone. 0:
             not known.
         schema: as the document's; a node of another version disturbs no round of this one.
         slow: milliseconds that one of its last two heartbeats took to be written, or by which it
@@ -687,7 +673,8 @@ class NodeRecord(
     suspect: bool = False
     last_call: tuple[Count, Clock] | None = None
     schema: Literal[2] = 2
-    # Last, for they change with each heartbeat: a store may send no more than the end of a value.
+    # These change with each heartbeat. They come last, because a store may send only the end of a
+    # value.
     slow: Count = 0
     looks: Count = 0
     at: Clock = 0
@@ -695,27 +682,25 @@ class NodeRecord(
 
     @property
     def label(self) -> str:
-        """The node's name for people."""
         return f"{self.address}[{self.pid}]"
 
     @property
     def asks(self) -> bool:
-        """Whether it asks for a round."""
         return self.status in (Status.JOIN, Status.SPARE)
 
     @property
     def is_over(self) -> bool:
-        """Whether no round is to wait for it: it is in none, or its workers succeeded."""
+        """Whether no round waits for the node: it has left, or its workers succeeded."""
         return self.status in (Status.LEFT, Status.DONE)
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is over for good: it does not try again either."""
+        """Whether the node is over and does not try again either."""
         return self.is_over and not self.is_unfit
 
     @property
     def is_unfit(self) -> bool:
-        """Whether it is in no round and asks for none until its check passes, or it gives up."""
+        """Whether the node is out of all rounds until its check passes, or it gives up."""
         return self.status is Status.LEFT and self.unfit != ""
 
     def encode(self) -> bytes:
@@ -724,12 +709,12 @@ class NodeRecord(
     @classmethod
     def decode(cls, data: bytes) -> NodeRecord:
         """Raises `RendezvousStateError` for anything that `encode` did not write."""
-        # A leader decodes thousands at each look: what is dear is looked at only where it is new.
+        # A leader decodes thousands at each look: expensive checks run only for new values.
         try:
             if len(data) > RECORD_BYTES:
                 refuse_size(data, RECORD_BYTES)
             record = _decode_record(data)
-            # As `may_hold_controls`, without a call.
+            # Inlined `may_hold_controls`.
             if not data.isascii() or 0x5C in data or 0x7F in data:
                 record = cleaned(record)
             if not 0 < record.interval <= record.lease:
@@ -746,13 +731,13 @@ class NodeRecord(
 
 
 def digest_of(incarnation: str, nodes: Iterable[str]) -> str:
-    """Tells the nodes of one run, in this order, apart from all others."""
+    """A digest of the nodes of one run, in this order."""
     text = " ".join((incarnation, *nodes)).encode(errors="backslashreplace")
     return blake2b(text, digest_size=8).hexdigest()
 
 
 def labels(records: Mapping[str, NodeRecord], nodes: Iterable[str]) -> list[str]:
-    """The nodes' names for people; the ids of those without a record."""
+    """The nodes' labels; the id of a node without a record."""
     return [records[node].label if node in records else node for node in nodes]
 
 
@@ -775,7 +760,7 @@ _SCHEMAS = msgspec.json.Decoder(_AnyVersion)
 
 
 def _schema_of(data: bytes) -> object:
-    """The schema of what may be another version's document; None: it is no document."""
+    """The schema of a document of another version, perhaps; None: the value is no document."""
     if len(data) > DOCUMENT_BYTES:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The argument of `decide.decide` (a `View`), and its answers (an `Action`)."""
+"""What `decide.decide` is given (a `View`), and what it answers (an `Action`)."""
 
 from __future__ import annotations
 
@@ -32,31 +32,23 @@ class Rules:
     """The settings of a run that its protocol depends on; times in seconds.
 
     Attributes:
-        request: the longest that a request to the store takes, its retries included.
+        request: the longest time that a request to the store takes, with its retries.
         rejoin: how long a live participant may take to ask for the next round.
         sweep_after: how long the keys of a closed run stay.
         abandoned: how long the keys of a run without a leader stay.
         replacement: how long a restart waits for a replacement of a lost node; None: ``last_call``.
-        min_uptime: how long a round runs before it is ended for newcomers.
-        resize_interval: how long after newcomers were let in the next ones are.
-        grow: when newcomers are let in: ``now``, ``checkpoint`` or ``never``.
-        no_progress_rounds, no_progress_uptime: after so many rounds in a row that ran for less, the
-            run is closed; 0: never.
-        quarantine_after: a host that ends so many rounds within ``quarantine_window`` is kept out
-            for a time; 0: never; None: three, by its loss alone.
-        inline: the most nodes whose ids stand in the document; more stand in shards of about so
-            many each.
+        inline: the most node ids that the document holds itself; a larger round is split into
+            shards of about this size.
         node_unit: the number of nodes of a round is a multiple of it.
-        segment: a round takes whole segments of so many nodes of one domain.
-        network_check: a round runs once its nodes have exchanged data, and have reached rank 0.
-        outage_limit: a node of which the store has accepted no heartbeat for so long stops its
-            workers; infinite: only if the store refuses it, after its lease.
-        answer: seconds within which a wake-up reaches a node and its heartbeat the store; None: no
-            node has links, and nobody is accused.
-        probation: for so long a node is new to a run, unless ``min_uptime`` says otherwise.
-        run: its id; a document that says it is another run's is not believed. "": it is not known.
-        sealed: nobody but its nodes and commands can have written what is read: what is older than
-            what this node has read was put back, or a store that forgot has it.
+        segment: a round takes whole segments, of this many nodes of one domain each.
+        outage_limit: a node stops its workers once the store has accepted none of its heartbeats
+            for this long; infinite: only if the store refuses the node, after its lease.
+        answer: seconds within which a wake-up reaches a node and its heartbeat reaches the store;
+            None: nodes have no links, and nobody is accused.
+        probation: how long a node is new to a run, where ``min_uptime`` is 0.
+        run: the id of the run; a document with another id is not believed. "": not known.
+        sealed: only nodes and commands of the run can have written what this node reads. An older
+            document was then put back, or the store lost a newer one.
     """
 
     min_nodes: int
@@ -90,10 +82,10 @@ class Rules:
 
     @classmethod
     def told(cls, document: RoundDocument, leader: NodeRecord | None) -> Rules:
-        """As somebody knows them who has the document and the leader's record only.
+        """The settings, as the document and the leader's record tell them.
 
-        The record tells the options that are not at their defaults; those count here that have the
-        same name as a setting, and a possible value.
+        The record names the options that are not at their defaults. An option counts if it has a
+        setting's name and a possible value.
         """
         known = cls(
             min_nodes=document.min_nodes,
@@ -113,17 +105,19 @@ class Rules:
         return known
 
     def of_run(self, run_id: str, *, sealed: bool = False) -> Rules:
-        """The same, of this run."""
+        """The same settings for this run."""
         return dataclasses.replace(self, run=run_id, sealed=sealed)
 
     @property
     def minds_domains(self) -> bool:
-        """Whether it counts in which domain a node is."""
+        """Whether domains matter to the choice or the order of nodes."""
         return self.segment > 1 or self.rank_order == "topology"
 
     @property
     def outage(self) -> float:
-        """A store that has not answered for longer has been away; slow ones answer sooner."""
+        """Seconds without an answer after which the store counts as away; a slow store answers
+        sooner.
+        """
         return max(self.interval, self.lease / 3)
 
 
@@ -134,49 +128,49 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """All that a node knows when it decides, as plain data: a log of views can be decided again.
 
     Attributes:
-        me: this node's id.
-        record: this node's record as it last wrote it.
+        record: this node's record, as it is now or will be written next.
         joining: an agent waits for a round; False: its workers run, or it has not asked yet.
-        join_left: seconds until its time is over.
+        join_left: seconds until the join times out.
         document: the document as last read; None: there is none, or it is unreadable.
-        document_age: seconds since ``document`` was first seen as it is.
+        document_age: seconds since ``document`` was first seen.
         round_age: seconds since its round was first seen.
-        uptime: seconds since this node first saw its round run; 0 if it does not run.
-        longest_uptime: seconds for which it may have run; infinite: this node did not see it form.
+        uptime: seconds since this node first saw the round run; 0 if the round does not run.
+        longest_uptime: the most seconds for which the round may have run; infinite: this node did
+            not see it form.
         grown_for: seconds since this node first saw the last round that let newcomers in.
-        latest: as `observer.Observer.latest`.
-        asked_tombstones: as `observer.Observer.asked_tombstones`.
+        latest: the document of this node's run with the highest (round, phase) that it has read.
+        asked_tombstones: incarnations for which this node has lately found no tombstone.
         member: the round that the agent runs in, or ran in last.
-        confirmed: the round whose rank this node confirmed last, as it stood then.
-        given: the last round that the agent was given, by incarnation.
+        confirmed: the round whose rank this node confirmed last, as the document was then.
+        given: by incarnation, the number of the last round that the agent was given.
         records: all nodes' records, read after ``document``; None: not read.
-        leader: the leader's record as this node, which does not lead, last read it.
-        now: the time on this node's clock, in seconds.
-        watched: what this node knows of the beats of those that it watches. The observer keeps it
-            up to date: to keep a view for later, encode it.
+        leader: the leader's record as last read; None where this node leads.
+        now: seconds on this node's monotonic clock.
+        watched: the heartbeats that this node watches. The observer changes this mapping in place:
+            to keep a view for later, encode it.
         confirmed_idleness: seconds for which the leader's count of listings is known to have stood
             still.
-        possible_idleness: seconds since that was last seen to move.
-        lag: seconds more that this node gives others, since its own beats came late.
+        possible_idleness: seconds since that count was last seen to change.
+        lag: seconds that this node adds to every lease, because its own heartbeats were late.
         cannot_list: this node leads, and has not been able to list all records for a lease.
-        abdicated: it gave up a lead for that reason once.
+        abdicated: this node once gave up a lead because it could not list the records.
         enough_for: seconds since this leader first counted ``min_nodes`` ready nodes; None: fewer.
         share: this node's random share of an interval, in [0, 1).
-        fresh: an incarnation, should this node found a run.
-        wall: the time on this host's wall clock, in seconds since the epoch; exclusions end by it.
-        carried: the exclusions that outlive runs, for a leader; None: not read.
-        checks: this node checks its network, and has not confirmed its rank yet.
-        opening_for: of rank 0: seconds since it began to open the TCPStore of the round whose rank
-            it is to confirm; None: it does not, or that has come to an end.
-        unheard: the most seconds in a row in which this node's workers ran, in the round that they
-            were given last, and the store accepted no heartbeat of it.
-        unanswered: those that the document names as accused and that have not beaten since, each
-            with the seconds for which this is known.
-        latency: seconds that the last listing of all records took, or by which this node's last
-            pause was too long.
-        until_first_lease: seconds until the first of all leases could run out, the shortest after
-            the longest silence; None: one has, as far as is confirmed, or this is not known. A
-            leader that knows it need not go through all nodes.
+        fresh: the incarnation to use if this node founds a run.
+        wall: this host's wall clock, in seconds since the epoch; only exclusions depend on it.
+        carried: for a leader, the exclusions of earlier runs of the id; None: not read.
+        checks: this node checks its network before it confirms its rank.
+        opening_for: seconds since this node, rank 0, began to open its TCPStore; None: it opens
+            none.
+        unheard: the most seconds in a row in which the workers ran and the store accepted no
+            heartbeat, in the round that they were given last.
+        unanswered: the accused nodes of the document that are not known to have beaten since, each
+            with the seconds for which that is known.
+        latency: seconds that the last listing took, or by which this node's last pause was too
+            long, whichever is more.
+        until_first_lease: seconds until the first lease could run out, from the shortest lease and
+            the longest silence; None: one has run out, or this is not known. A leader that knows it
+            skips the look at each node.
     """
 
     me: str
@@ -218,18 +212,18 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def own(self) -> str | None:
-        """The incarnation in which this node confirmed a rank last."""
+        """The incarnation in which this node last confirmed a rank."""
         return self.confirmed.incarnation if self.confirmed is not None else None
 
     @property
     def is_late(self) -> bool:
-        """Whether the time is over of the agent that waits for a round."""
+        """Whether the join of the waiting agent has timed out."""
         return self.joining and self.join_left <= 0
 
     def confirmed_silence(self, node: str) -> float:
-        """Seconds for which a node's beat is known to have stood still, on this node's clock."""
+        """Seconds for which a node's beat is known to have stood still: up to the last look."""
         seen = self.watched.get(node)
-        # Not `Watched.silence`: a leader asks this of thousands of nodes.
+        # Not `Watched.silence`: the call costs a leader of thousands of nodes too much.
         return max(0.0, seen.looked - seen.since) if seen is not None else 0.0
 
     def possible_silence(self, node: str) -> float:
@@ -238,12 +232,12 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return self.now - seen.since if seen is not None else 0.0
 
     def forgiven(self, node: str) -> float | None:
-        """Seconds of a node's silence that are not held against it; None: it was never doubted."""
+        """As `Watched.forgiven`; None also for a node that is not watched."""
         seen = self.watched.get(node)
         return seen.forgiven if seen is not None else None
 
     def moved(self, node: str) -> bool:
-        """Whether a node's beat has moved since this node began to watch it."""
+        """As `Watched.moved`."""
         seen = self.watched.get(node)
         return seen is not None and seen.moved
 
@@ -291,9 +285,9 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class SetRecord(msgspec.Struct, frozen=True):
-    """Write this node's record; ``ring`` tells the leader.
+    """Write this node's record; ``ring``: also ring the leader's bell.
 
-    ``hosts``: False: this node opened no TCPStore in time, and is not to be rank 0 again.
+    ``hosts=False``: this node opened no TCPStore in time, so another node becomes rank 0.
     """
 
     status: Status
@@ -306,7 +300,7 @@ class SetRecord(msgspec.Struct, frozen=True):
 class Confirm(msgspec.Struct, frozen=True):
     """Confirm the rank in this node's record; rank 0 opens MASTER_PORT first.
 
-    ``seconds``: how long this may take before the node decides again; None: there is no limit.
+    ``seconds``: after this time the node decides again; None: no limit.
     """
 
     document: RoundDocument
@@ -327,11 +321,11 @@ class Fail(msgspec.Struct, frozen=True):
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """Give each of these nodes one more lease: so many at once may be the store or the load.
+    """Give each of these nodes one more lease, because the store or the load may be slow.
 
     Attributes:
-        begins: nobody is doubted yet; else the doubt goes on with more nodes.
-        late, world: how many nodes are late, of how many.
+        begins: no late node has been doubted before.
+        late, world: how many nodes are late, and out of how many.
     """
 
     nodes: tuple[str, ...]
@@ -351,7 +345,7 @@ class AskTombstone(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Close the run: no node has work left, or it makes no progress."""
+    """Close the run: no node has work left, or the run makes no progress."""
 
     document: RoundDocument
     outcome: Outcome
@@ -361,7 +355,7 @@ class Close(msgspec.Struct, frozen=True):
 class Abdicate(msgspec.Struct, frozen=True):
     """Write the document without a leader: this node cannot lead.
 
-    ``fails``: its listings fail; False: it is unfit, and may be well again.
+    ``fails``: its listings fail; False: the node is unfit.
     """
 
     document: RoundDocument
@@ -371,7 +365,7 @@ class Abdicate(msgspec.Struct, frozen=True):
 class Wait(msgspec.Struct, frozen=True):
     """Do nothing until something changes or ``seconds`` have passed (None: no limit).
 
-    ``enough``: this leader counts ``min_nodes`` ready nodes, so that the last call runs.
+    ``enough``: this leader counts ``min_nodes`` ready nodes, so the last call runs.
     """
 
     seconds: float | None = None
