@@ -1,15 +1,15 @@
 """The decisions of a node, from what it knows. No I/O, no clock, no thread.
 
 `decide` is a pure function. `node.py` calls it and carries out its decisions; the simulator and the
-handler run both unchanged. A decision is the answer of the first row of a table that has one; the
-names of rules are those of ``docs/protocol.md``.
+handler run both unchanged. The first row of a table that answers decides. The names of rules are
+those of ``docs/protocol.md``.
 
-A round goes forming -> confirming -> running. The phase confirming exists because torch's agent,
-once it has its rank, waits for a message from every other agent. If a participant dies while the
-round forms, the protocol must notice before it releases any agent; torch would need minutes.
+A round goes forming -> confirming -> running. Confirming exists because torch's agent, once it has
+its rank, waits for a message from every other agent. If a participant dies while the round forms,
+the protocol must notice before it releases any agent; torch would need minutes.
 
 Several nodes may believe that they lead. That is safe: each decision is a compare-and-set, and only
-the node that read the latest document succeeds.
+a node that read the latest document succeeds.
 """
 
 from __future__ import annotations
@@ -80,19 +80,21 @@ from rdzv_plugins.protocol.situation import (
 )
 from rdzv_plugins.protocol.sizes import Sizes
 
-# How long each heir of the leader waits for the heir before it: many times a compare-and-set.
+# How long each successor of the leader waits for the successor before it: many times a
+# compare-and-set.
 _TURN_SECONDS = 0.05
 
-# For more nodes than any run has: the number stands in the store and is not ours to trust.
+# A limit for more nodes than any run has, because the number comes from the store and is not
+# trusted.
 _STEEPEST = 30.0
 
-# Where spares fill the round, the leader waits only this share of `Rules.rejoin` for a participant
-# that does not ask for it.
+# If spares fill the round, the leader waits only this share of `Rules.rejoin` for participants that
+# do not ask for it.
 _SPARES_SUFFICE = 0.1
 
-# More than one in so many nodes, and at least so many, are a large part of the world.
+# A large part of the world is more than one in _LARGE_PART nodes, and at least _FEWEST_DOUBTED.
 _LARGE_PART, _FEWEST_DOUBTED = 3, 8
-# A node is late that has been silent for half its lease, but for more than a beat takes at most.
+# A node is late after this share of its lease without a beat, and after this many of its intervals.
 _LATE_LEASES, _LATE_INTERVALS = 0.5, 1.25
 
 _Decides: TypeAlias = Callable[[View], Action | None]
@@ -103,17 +105,17 @@ _Leads: TypeAlias = Callable[[View, Situation], Action | None]
 def decide(view: View) -> Action:
     """The next thing that this node does."""
     action = _decide(view)
-    # After all else: a round that runs by now is no failure.
+    # Checked last, because a round that runs by now is no failure.
     if _is_over_time(view) and not isinstance(action, (Start, Fail)):
         return Fail(Failure.TIMEOUT)
     return action
 
 
 def _is_over_time(view: View) -> bool:
-    """Whether the node's time to join is over; a spare has as much as the round lasts.
+    """Whether the node's join has timed out; a spare waits for as long as the round lasts.
 
-    A node already named gets one more lease: to time out now would abort a round about to run.
-    Among many nodes that have waited for long, one after the other would do that.
+    A named node gets one more lease: a time-out now would abort a round that is about to run, and
+    many nodes could do that one after the other.
     """
     if not view.is_late or waits_for_a_living_round(view):
         return False
@@ -147,7 +149,8 @@ def lead(view: View, document: RoundDocument) -> Action:
     if isinstance(action, Wait):
         ends = [action.seconds, until_a_verdict(view, at.document, at.records)]
         if document.is_whole and at.kept_out:
-            # Wake up when a node that asks is kept out no more: no node rings the bell then.
+            # Wake up when a node that asks is no longer kept out, because no node rings the bell
+            # then.
             asking = (it for node, it in at.kept_out.items() if _asks(at, node))
             ends += [max(0.0, it.seconds) for it in asking if it.seconds is not None]
         return Wait(min((it for it in ends if it is not None), default=None), action.enough)
@@ -159,21 +162,22 @@ def _asks(at: Situation, node: str) -> bool:
     return record is not None and record.asks
 
 
-# Rows for every node: by what it remembers, whatever stands in the store.
+# Rows for every node: by what it remembers, whatever the store holds.
 
 
 def _start_what_ran(view: View) -> Action | None:
     """Release the agent once the round that this node confirmed has run.
 
-    Also if the round ended, or the run was closed, before this node saw it run: the agents of the
-    other nodes were released and wait for this node's agent.
+    Release it also if the round ended, or the run was closed, before this node saw the round run:
+    the released agents of the other nodes wait for this node's agent.
     """
     confirmed, latest = view.confirmed, view.latest
     if not view.joining or view.record.status is not Status.RUN:
         return None
     if confirmed is None or latest is None or latest.ran != confirmed.world_id:
         return None
-    # The token of the round that ran: the store may have forgotten it, and seen it named twice.
+    # Take the token of the round that ran, because a store that forgot may have seen the round
+    # named twice.
     return Start(
         replace(
             confirmed,
@@ -193,7 +197,7 @@ def _end_with_the_run(view: View) -> Action | None:
         return AskTombstone(str(view.own))
     if not view.joining and not record.is_unfit:
         return Wait()
-    # A node that was in the run, and was left out since its check failed, ends as a spare does.
+    # A participant that was left out because its check failed ends as a spare does.
     was_in_it = record.is_unfit and view.own == latest.incarnation
     spare = record.status is Status.SPARE or was_in_it
     return Fail(Failure.SPARE_CLOSED if spare else Failure.CLOSED)
@@ -202,7 +206,7 @@ def _end_with_the_run(view: View) -> Action | None:
 def _stay_out(view: View) -> Action | None:
     """Unfit nodes: a node that asks for no round does nothing, unless it is unfit.
 
-    An unfit node beats, so that it must give up the lead, and must hear of its run's end.
+    An unfit node beats, so it must give up the lead, and must learn that its run ended.
     """
     document, latest = view.document, view.latest
     if view.record.status is not Status.LEFT:
@@ -210,7 +214,7 @@ def _stay_out(view: View) -> Action | None:
     if not view.record.is_unfit or latest is None:
         return Wait()
     if document is None or _is_behind(document, latest):
-        # The others write the document back, unless the run has ended.
+        # Other nodes write the document back, unless the run has ended.
         asked = latest.incarnation in view.asked_tombstones
         return Wait() if asked else AskTombstone(latest.incarnation)
     if document.leader == view.me and not document.closed:
@@ -238,7 +242,7 @@ def _write_back(view: View) -> Action | None:
     latest = view.latest
     if latest is None or not _is_behind(view.document, latest):
         return None
-    # The leader first; then the others in turn, in case the leader is gone too.
+    # The leader writes first, then the other nodes in turn, because the leader may be gone too.
     patience = 0.0 if latest.leader == view.me else _spread(view, latest)
     if view.document_age < patience:
         return Wait(patience - view.document_age)
@@ -275,9 +279,6 @@ _BY_ITS_MEMORY: tuple[_Decides, ...] = (
 )
 
 
-# Rows for every node: by the document of its run.
-
-
 def _give_up(view: View, document: RoundDocument) -> Action | None:
     """Drain and links: end the join of a node that policies have no place for."""
     if not view.joining or (why := policies.leaves(view, document)) is None:
@@ -286,7 +287,9 @@ def _give_up(view: View, document: RoundDocument) -> Action | None:
 
 
 def _give_up_the_lead(view: View, document: RoundDocument) -> Action | None:
-    """Lead: no other node finds a leader dead whose heartbeats arrive and whose listings fail."""
+    """Lead: give up the lead if the listings fail, because other nodes see only that heartbeats
+    arrive.
+    """
     return Abdicate(replace(document, leader=None)) if view.cannot_list else None
 
 
@@ -298,7 +301,7 @@ def _take_part(view: View, document: RoundDocument) -> Action | None:
         if (action := row(view, document)) is not None:
             break
     if view.checks and isinstance(action, Confirm):
-        # Look after the run while the node checks its network: rank 0 may be dead, or the leader.
+        # Look after the run while the node checks its network: the leader or rank 0 may be dead.
         meanwhile = _look_after_the_run(view, document)
         if isinstance(meanwhile, Wait):
             return Confirm(action.document, action.is_master, meanwhile.seconds)
@@ -316,7 +319,7 @@ _BY_THE_DOCUMENT: tuple[_Follows, ...] = (_give_up, _give_up_the_lead, _take_par
 
 
 def _stay_out_of_another_size(view: View, document: RoundDocument) -> Action | None:
-    """One size: refuse to join a run of other ``--nnodes``; found one if all its nodes are gone."""
+    """One size: do not join a run of other ``--nnodes``; found a run if all its nodes are gone."""
     rules = view.rules
     if (document.min_nodes, document.max_nodes) == (rules.min_nodes, rules.max_nodes):
         return None
@@ -324,7 +327,7 @@ def _stay_out_of_another_size(view: View, document: RoundDocument) -> Action | N
         return ListRecords()
     holders = {*(document.participants or document.previous), document.leader}
     if not document.is_whole:
-        # Anybody may be one of its nodes.
+        # Any node may be one of its nodes.
         holders |= {node for node, it in view.records.items() if fits(it, document)} | {MISSING}
     holders -= {view.me, None}
     if any(view.moved(str(node)) for node in holders):
@@ -355,12 +358,12 @@ def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
         return None  # This node asks for a later round.
     given = view.given.get(document.incarnation, -1)
     if given >= document.round:
-        # This node ran in this round, and since then in another run: the store forgot one, then the
+        # This node ran in this round, and then in another run: the store forgot first one, then the
         # other.
         return SetRecord(Status.JOIN, document.incarnation, given)
     if document.phase is Phase.CONFIRMING:
         if view.opening_for is not None and view.opening_for >= view.rules.lease:
-            # A fresh MASTER: this node asks for another round, in which another node is rank 0.
+            # A fresh MASTER: this node asks for another round, with another rank 0.
             return SetRecord(Status.JOIN, document.incarnation, document.round, hosts=False)
         return Confirm(document, document.ranks[view.me] == 0)
     # The round ran without this node, in a store that forgot.
@@ -371,7 +374,7 @@ def _ask_for_a_round(view: View, document: RoundDocument) -> Action | None:
     """Exclusivity: say that this node is in no round, if it had a rank or its record says so."""
     record, last = view.record, round_in(document, view.record)
     if document.phase is Phase.FORMING and view.me in document.old_ranks:
-        # This node had a rank in a round that never ran, or that it never saw.
+        # This node had a rank in a round that never ran, or whose document it never saw.
         if not record.asks or last < document.round - 1:
             round_ = max(last, document.round - 1)
             return SetRecord(Status.JOIN, document.incarnation, round_)
@@ -395,8 +398,8 @@ def _wait_as_a_spare(view: View, document: RoundDocument) -> Action | None:
 def _has_confirmed(view: View, document: RoundDocument) -> bool:
     """Whether this node is in the round by its own record.
 
-    A node that asked for a round of another run since then has the rank to confirm again. A node
-    that confirmed it is in the round, also if the store has lost the shard that says so.
+    A node that has asked for a round of another run since then confirms the rank again. A confirmed
+    node stays in the round even if the store loses its shard.
     """
     return view.record.status is Status.RUN and view.record.world_id == document.world_id
 
@@ -413,7 +416,7 @@ _JOINING: tuple[_Follows, ...] = (
 
 
 def _watch_leader(view: View, document: RoundDocument) -> Action:
-    """Take over from a leader that left, whose beat stopped, or that does not lead."""
+    """Take over from a leader that left, that stopped beating, or that does not list."""
     leader = document.leader
     if leader is None:
         if view.document_age < (turn := _turn(view, document)):
@@ -422,7 +425,7 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
     if (action := _ask_the_leader(view, document, leader)) is not None:
         return action
     lease = view.lease_and_lag(leader)
-    # The leader's next heartbeat carries its count of listings: an interval later than they happen.
+    # The leader's heartbeat carries its count of listings an interval later than they happen.
     idle = lease + (view.leader.interval if view.leader else view.rules.interval)
     if view.confirmed_silence(leader) < lease and view.confirmed_idleness < idle:
         return Wait(
@@ -438,7 +441,9 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
 
 
 def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action | None:
-    """Accusations: who has found the leader gone asks it, and takes the lead if it is silent."""
+    """Accusations: if this node's link to the leader ended, ask the leader, and lead if it is
+    silent.
+    """
     beat, record = dict(view.record.accuses).get(leader), view.leader
     if view.rules.answer is None or beat is None or record is None or record.beat > beat:
         return None
@@ -449,7 +454,7 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
     if asked and max(asked) > beat:
         return None  # Others have seen a later heartbeat, which this node has not read yet.
     if beat not in asked:
-        # In the document's own name: it is the leader's write that is a sign of life.
+        # Keep the leader's name in the document: only its own write would be a sign of life.
         named = Accusation(leader, beat, view.record.label)
         return Write(replace(document, accused=(*others, named)))
     if leader not in view.unanswered:
@@ -460,27 +465,27 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
 
 
 def _turn(view: View, document: RoundDocument) -> float:
-    """Seconds that this node waits for other heirs to take the lead.
+    """Seconds that this node waits for other successors to take the lead.
 
-    The heirs take turns in rank order; the first may be gone together with the leader.
+    Successors take turns in rank order, because the first may be gone together with the leader.
     """
     rank = document.ranks.get(view.me, document.old_ranks.get(view.me))
     turn = _spread(view, document)
     if rank is not None:
         before = (document.participants or document.previous)[:rank]
-        # This node knows only its own rank of a roster in shards.
+        # Of a roster in shards this node knows only its own rank.
         rank -= len({document.leader, *document.lost}.intersection(before))
         turn = min(turn, _TURN_SECONDS * rank)
-    # Any other node is better than one that could not lead before.
+    # A node that could not lead before waits for all others.
     return turn + view.rules.lease if view.abdicated else turn
 
 
 def _spread(view: View, document: RoundDocument) -> float:
-    """This node's random share of an interval, few of them early.
+    """This node's random share of an interval; few nodes have an early share.
 
-    However many nodes there are, only a few have their turn before all can have read what the first
-    one wrote: the density grows by a factor of e each 1/``steep`` of the interval, which makes up
-    for their number.
+    Whatever the number of nodes, only a few have their turn before all can have read what the first
+    one wrote: the density grows by a factor of e each 1/``steep`` of the interval, which
+    compensates for their number.
     """
     nodes = max(1, document.max_nodes, document.size)
     steep = min(1.0 + math.log(nodes), _STEEPEST)
@@ -488,9 +493,9 @@ def _spread(view: View, document: RoundDocument) -> float:
 
 
 def _replacing_the_dead(view: View, document: RoundDocument, leader: str) -> RoundDocument:
-    """The document under this node's lead, since the lease of its leader ran out.
+    """The document under this node's lead, after the lease of its leader ran out.
 
-    The evidence is against that node only: the windows of all others begin now.
+    Only that leader is proven lost: the windows of all other nodes begin now.
     """
     led = replace(document, leader=view.me)
     done = view.leader is not None and view.leader.status is Status.DONE
@@ -515,15 +520,15 @@ def _replacing_the_dead(view: View, document: RoundDocument, leader: str) -> Rou
 
 
 def _ask_the_accused(view: View, at: Situation) -> Action | None:
-    """Accusations: name who is to show that it lives."""
+    """Accusations: name the nodes that must show that they live."""
     after = naming_the_accused(view, at.document, at.records)
     return Write(after) if after is not None else None
 
 
 def _form_without_the_roster(view: View, at: Situation) -> Action | None:
-    """Form a round without the silent, where the store has lost the shards of the roster.
+    """Form a round without the silent nodes, if the store has lost the shards of the roster.
 
-    Before that, each node has a lease to write its record again; with the records of all nodes, the
+    First each node has a lease to write its record again: with the records of all nodes the
     document is whole.
     """
     if at.document.is_whole:
@@ -537,9 +542,9 @@ def _form_without_the_roster(view: View, at: Situation) -> Action | None:
 def _doubt(view: View, at: Situation) -> Action | None:
     """Give one more lease to a large part of the world that falls silent at once. Rule: doubt.
 
-    The store or the load may be what is slow. If the nodes are lost, they are so all together
-    when that lease ends. The others of a large part are late already when the first one's lease
-    runs out; without that, the first would be taken for a single loss.
+    The store or the load may be slow. If the nodes are lost, that lease ends for all of them
+    together. When the first lease runs out, the other nodes of a large part are late already;
+    without this rule the first node would be a single loss.
     """
     document, records = at.document, at.records
     fresh = {node for node in at.silent if _is_fresh(view, node)}
@@ -549,7 +554,7 @@ def _doubt(view: View, at: Situation) -> Action | None:
         world = {*document.previous, *(node for node in records if fits(records[node], document))}
     else:
         world = {*document.participants} - {*document.lost}
-    # Old records stay, of nodes that were lost one by one.
+    # Records of nodes that were lost one by one stay in the store.
     world = {
         node
         for node in world
@@ -563,7 +568,7 @@ def _doubt(view: View, at: Situation) -> Action | None:
         return None
     begins = not any(view.forgiven(node) for node in late)
     nodes = sorted(node for node in late if view.forgiven(node) is None)
-    # Doubt no node where the lease that ran out is shorter than a beat may take: none is late.
+    # Doubt no node if the lease that ran out is shorter than a beat may take: then none is late.
     return Doubt(tuple(nodes), begins, len(late), len(world)) if nodes else None
 
 
@@ -616,7 +621,7 @@ def _leave_out_the_kept_out(view: View, at: Situation) -> Action | None:
 
 
 def _await_the_last_round(view: View, at: Situation) -> Action | None:
-    """Exclusivity: wait until all its nodes have asked for this one, are gone, or evicted."""
+    """Exclusivity: wait until each of its nodes asks for this round, is gone, or is evicted."""
     if not at.pending:
         return None
     patience = rejoin_patience(view.rules, at.size)
@@ -632,7 +637,7 @@ def _await_the_last_round(view: View, at: Situation) -> Action | None:
 def _await_the_doubted(view: View, at: Situation) -> Action | None:
     """Doubt: wait for doubted nodes that have asked for this round, and are not known to be gone.
 
-    A round that is full waits only for those of the last one.
+    A full round waits only for doubted nodes of the last round.
     """
     full, previous = at.size >= at.sizes.most, at.document.old_ranks
     unsure = [node for node in at.overdue if not full or node in previous]
@@ -644,7 +649,7 @@ def _await_the_doubted(view: View, at: Situation) -> Action | None:
 
 
 def _name_the_gone(view: View, at: Situation) -> Action | None:
-    """Name who is gone, also of those that had asked: the round may wait for replacements."""
+    """Name the gone nodes, even if they had asked: the round may wait for replacements."""
     return Write(without_the_gone(at, at.gone)) if at.gone and not at.is_full else None
 
 
@@ -684,7 +689,9 @@ _FORMING: tuple[_Leads, ...] = (
 
 
 def rejoin_patience(rules: Rules, size: int) -> float:
-    """Seconds that a round waits for a live participant of the last one, where it has so many."""
+    """Seconds that a round waits for a live participant of the last one; ``size``: of the round
+    now.
+    """
     return rules.rejoin * (_SPARES_SUFFICE if size >= Sizes.of(rules).most else 1.0)
 
 
@@ -692,10 +699,10 @@ def rejoin_patience(rules: Rules, size: int) -> float:
 
 
 def _form_anew(view: View, at: Situation) -> Action | None:
-    """Form another round if a participant is gone, asks again or is to be kept out."""
+    """Form another round if a participant is gone, asks again, or is to be kept out."""
     if not (at.newly_gone or at.rejoined or at.taken_out):
         return None
-    # This round never ran: keep the cause of the round before it.
+    # This round never ran, so its cause still counts.
     cause = amended(at.document.cause, at.records, at.newly_gone, at.gone_by)
     cause = naming(cause, at, at.taken_out)
     return Write(next_round(view, at.document, at.newly_gone, 0, cause, at.taken_out))
@@ -730,16 +737,16 @@ _CONFIRMING: tuple[_Leads, ...] = (
 
 
 def _end_the_round(view: View, at: Situation) -> Action | None:
-    """Form the next round if a participant asks for it, people do, one is lost, or it grows."""
+    """Form the next round if a participant or a person asks for it, a node is lost, or it grows."""
     document, records = at.document, at.records
-    # Ignore `rdzv restart` once a node's workers succeeded: that node never joins again.
+    # Ignore `rdzv restart` once a node's workers succeeded, because that node never joins again.
     ordered = bool(at.taken_out or (document.restart and not at.done))
     lost = bool(at.newly_gone) and view.rules.restart_on_loss
     grows = at.growth > 0 and policies.holds(view, at) is None
     if not (at.rejoined or ordered or lost or grows):
         return None
     failed = [node for node in at.rejoined if records[node].failed]
-    # A node without failed workers joins again where the store forgot its round.
+    # A node without failed workers joins again if the store forgot its round.
     joined = [*at.newcomers, *without(at.rejoined, failed)]
     cause = amended(Cause(), records, at.missing, at.gone_by).plus(
         failed=[records[node].label for node in failed],
@@ -751,7 +758,7 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
 
 
 def _note_the_lost(view: View, at: Situation) -> Action | None:
-    """Note participants without which the round goes on, and those that are back."""
+    """Note lost participants without which the round goes on, and participants that are back."""
     if at.missing == {*at.document.lost}:
         return None
     return Write(replace(at.document, lost=tuple(sorted(at.missing))))
@@ -760,8 +767,8 @@ def _note_the_lost(view: View, at: Situation) -> Action | None:
 def _close_when_done(view: View, at: Situation) -> Action | None:
     """Close a run whose participants are all done or lost.
 
-    Nodes that are done may wait in torch's exit barrier for nodes that are gone; or for each other,
-    if the store forgot which had come. An heir may have taken a node that is done for lost.
+    Done nodes may wait in torch's exit barrier for lost nodes, or for each other if the store
+    forgot who had come. A successor may have called a done node lost.
     """
     if at.done and at.done >= {*at.document.participants} - at.missing:
         return Close(at.document, Outcome.SUCCEEDED, "its workers succeeded")
@@ -775,16 +782,16 @@ def _say_that_it_finishes(view: View, at: Situation) -> Action | None:
 
 
 def _drop_what_came_to_nothing(view: View, at: Situation) -> Action | None:
-    """Drop an order to grow or to restart: nobody waits, or a node is done."""
+    """Drop an order to grow or to restart: no node waits, or a node is done."""
     if at.document.resize or at.document.restart:
         return Write(replace(at.document, resize=False, restart=""))
     return None
 
 
 def _await_a_change(view: View, at: Situation) -> Action | None:
-    """Wait for the next lease that may run out, or until newcomers are let in.
+    """Wait until the next lease may run out, or newcomers may be let in.
 
-    Skip the leases of nodes whose workers succeeded: nothing follows from their silence.
+    Skip the leases of done nodes: nothing follows from their silence.
     """
     held = policies.holds(view, at) if at.growth else None
     until = (

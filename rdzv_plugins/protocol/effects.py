@@ -1,4 +1,4 @@
-"""The requests of a node to the world: those that `Node.run` yields, and their answers."""
+"""The requests that `Node.run` yields to its driver, and the driver's answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rdzv_plugins.protocol.words import Diagnosis
 T = TypeVar("T")
 
 
-# Here and in `rules` msgspec's structures, not dataclasses: a node makes dozens of them while its
-# agent waits, and each takes a quarter of the time.
+# msgspec's structures here and in `rules`: a node makes dozens while its agent waits, and a
+# dataclass takes four times as long.
 class Effect(msgspec.Struct, Generic[T], frozen=True):
     """A request of a node; ``answer = yield from effect`` hands it to the driver.
 
-    The type parameter is that of the answer.
+    The type parameter is the type of the answer.
     """
 
     def __iter__(self) -> Generator[Effect[Any], Any, T]:
@@ -32,11 +32,11 @@ class Effect(msgspec.Struct, Generic[T], frozen=True):
 
 
 Effects: TypeAlias = Generator[Effect[Any], Any, T]
-"""Effects one after the other, and what comes of them in the end."""
+"""A generator of effects that returns a `T`."""
 
 
 class PutRecord(Effect[None], frozen=True):
-    """Write this node's record; with ``ring`` also the bell, in the same round trip."""
+    """Write this node's record; with ``ring`` also ring the bell, in the same round trip."""
 
     node: str
     record: NodeRecord
@@ -44,19 +44,19 @@ class PutRecord(Effect[None], frozen=True):
 
 
 class Ring(Effect[None], frozen=True):
-    """Wake the leader; ``node`` rings."""
+    """Wake the leader; ``node`` is the node that rings."""
 
     node: str
 
 
 class Read(Effect[Entry | None], frozen=True):
-    """Answered with the key's `Entry` or None."""
+    """Answered with the key's `Entry`, or None."""
 
     key: str
 
 
 class CompareAndSet(Effect[tuple[Entry | None, bool]], frozen=True):
-    """Answered with (`Entry` or None, whether it was written)."""
+    """Answered with the key's `Entry` or None, and whether the value was written."""
 
     key: str
     value: bytes
@@ -64,7 +64,7 @@ class CompareAndSet(Effect[tuple[Entry | None, bool]], frozen=True):
 
 
 class List(Effect[dict[str, Entry]], frozen=True):
-    """Answered with a dict of `Entry` by key."""
+    """Answered with each `Entry` by its key."""
 
     prefix: str
 
@@ -76,7 +76,9 @@ class Drop(Effect[None], frozen=True):
 
 
 class Park(Effect[Entry | None], frozen=True):
-    """Wait until the key's version differs; answered with its `Entry`, or None."""
+    """Wait until the key's version differs; answered with its `Entry`, or after ``seconds`` with
+    None.
+    """
 
     key: str
     version: Version | None
@@ -90,14 +92,14 @@ class Rest(Effect[None], frozen=True):
 
 
 class Begin(Effect[None], frozen=True):
-    """Do something beside the node, which must keep beating, unless that has begun already.
+    """Begin work beside the node, which must keep beating, unless the work has begun already.
 
-    Answered when it is done, or cannot be, but after ``seconds`` at the latest. The driver calls
-    `Node.finished` then, in any thread; if that comes after the answer, and the effect `wakes`, the
-    driver also ends the node's `Park` or `Rest`.
+    Answered when the work has ended, and after ``seconds`` at the latest. When the work ends the
+    driver calls `Node.finished`, in any thread. If that is after the answer, and the effect
+    `wakes`, the driver also ends the node's `Park` or `Rest`.
 
     Attributes:
-        key: tells it from others of its kind.
+        key: identifies the work among effects of its kind.
     """
 
     key: str
@@ -105,29 +107,29 @@ class Begin(Effect[None], frozen=True):
 
     @property
     def wakes(self) -> bool:
-        """Whether the node is to turn to its result at once."""
+        """Whether the node takes up the result at once."""
         return self.seconds > 0
 
 
 class OpenMaster(Begin, frozen=True):
-    """Open a fresh TCPStore for the round of this world_id; its result is ``address:port``.
+    """Open a fresh TCPStore for the round of the world_id ``key``; the result is ``address:port``.
 
     Name resolution may hang.
     """
 
     @property
     def wakes(self) -> bool:
-        """Always: it begins before the node writes the round, which may take longer than that."""
+        """Always, because the work begins before the node writes the round, and may take longer."""
         return True
 
 
 class DialPeer(Begin, frozen=True):
-    """Connect to another node, and exchange data with it; its result is the seconds of that.
+    """Connect to another node and exchange data with it; the result is the seconds that this took.
 
     Attributes:
-        node: the other one; it answers nobody who does not know this.
+        node: id of the other node, which answers nobody who does not know its id.
         endpoint: its ``address:port``.
-        exchanges: some megabytes each way; False: the connection is all, to rank 0's TCPStore.
+        exchanges: some megabytes each way; False: connect only, to rank 0's TCPStore.
         limit: seconds after which it has failed.
     """
 
@@ -138,14 +140,16 @@ class DialPeer(Begin, frozen=True):
 
 
 class DropStores(Effect[None], frozen=True):
-    """Delete the c10d stores of other incarnations, and of this one's rounds before that one."""
+    """Delete the c10d stores of other incarnations, and of this incarnation's rounds below
+    ``before``.
+    """
 
     incarnation: str
     before: int
 
 
 class Expire(Effect[None], frozen=True):
-    """Set the run's deadline: after ``seconds`` it reads as empty, unless this is sent again."""
+    """Make the run's keys read as empty after ``seconds``, unless this is sent again."""
 
     seconds: float
 
@@ -157,7 +161,7 @@ class PutShards(Effect[None], frozen=True):
 
 
 class PutTombstone(Effect[None], frozen=True):
-    """Note that this incarnation of the run ended, outside the keys that expire with the run."""
+    """Note that this incarnation ended, outside the keys that expire with the run."""
 
     document: RoundDocument
 
@@ -167,17 +171,17 @@ class ReadExclusions(Effect[tuple[Exclusion, ...]], frozen=True):
 
 
 class ReadTombstone(Effect[Outcome | None], frozen=True):
-    """Answered with the `documents.Outcome` of this incarnation; None: it has not ended."""
+    """Answered with the outcome of this incarnation; None: it has no tombstone."""
 
     incarnation: str
 
 
 class HoldLinks(Effect[None], frozen=True):
-    """Have links to these nodes, and to no others: each with its ``address:port``.
+    """Keep links to exactly these nodes, each with its ``address:port``.
 
-    ``standing`` is what this node says of itself over all its links. The driver calls
-    `Node.report_gone`, `Node.report_back` and `Node.report_others`, and ends the node's `Park` or
-    `Rest` then.
+    ``standing`` is what this node says of itself over all its links. When links tell something, the
+    driver calls `Node.report_gone`, `Node.report_back` or `Node.report_others`, and ends the node's
+    `Park` or `Rest`.
     """
 
     peers: tuple[tuple[str, str], ...]
@@ -187,15 +191,14 @@ class HoldLinks(Effect[None], frozen=True):
 class Tell(Effect[None], frozen=True):
     """A line for people in this node's log.
 
-    ``about`` tells kinds of lines apart. A normal life has ``joined``, ``waiting`` (for what),
-    ``forming`` (why the next round), ``round`` (which rank) and ``closed`` (by whom). The others
-    are warnings: ``lost`` (why the next round), ``doubt`` (why not yet), ``spare``, ``settings``,
-    ``evicted``, ``unfit``, ``drained``, ``excluded``, ``quarantine`` (of which host),
-    ``exclusions`` (cannot be read), ``master``,
-    ``network`` (who cannot reach whom), ``slow`` (whose exchange of data was), ``cut off`` (its
-    workers are to stop), ``refused`` (all nodes are, so that they go on), ``two worlds`` (for how
-    long there may have been), ``tombstone`` and ``unreadable`` (what stands in the store, and
-    counts as absent).
+    ``about`` is the kind of line. A normal life has ``joined``, ``waiting`` (what for), ``forming``
+    (why the next round), ``round`` (which rank) and ``closed`` (by whom). All others are warnings:
+    ``lost`` (why the next round), ``doubt`` (why not yet), ``spare``, ``settings``, ``evicted``,
+    ``unfit``, ``drained``, ``excluded``, ``quarantine`` (of which host), ``exclusions``
+    (unreadable), ``master``, ``network`` (who cannot reach whom), ``slow`` (whose exchange of data
+    was slow), ``cut off`` (its workers stop), ``refused`` (the store refuses all nodes, so training
+    goes on), ``two worlds`` (for how long there may have been two), ``tombstone`` and
+    ``unreadable`` (a value that counts as absent).
     """
 
     about: str
@@ -210,9 +213,9 @@ _AT_ONCE, _MOST_CONFLICTS = 3, 60
 
 
 def after_conflict(conflicts: int) -> Effects[None]:
-    """Pause before a compare-and-set is tried again at which others were faster, so many times.
+    """Pause before the next try of a compare-and-set that has failed ``conflicts`` times.
 
-    Raises `RendezvousConnectionError` after some 25 s of that: somebody writes in a loop.
+    Raises `RendezvousConnectionError` after some 25 s: another client writes in a loop.
     """
     if conflicts >= _MOST_CONFLICTS:
         raise RendezvousConnectionError(
@@ -230,7 +233,7 @@ class RecordHistory(Effect[None], frozen=True):
 
 
 class Register(Effect[None], frozen=True):
-    """Put a new run into the list of runs, for people; nobody waits for it."""
+    """Add a new run to the list of runs, for people; nobody waits for it."""
 
     record: RoundRecord
 
@@ -238,7 +241,7 @@ class Register(Effect[None], frozen=True):
 class JoinOutcome(msgspec.Struct, frozen=True):
     """How a join ended: in a round (``document``), by a `rules.Failure`, or by an error.
 
-    ``diagnosis`` is what the node waited for when it failed.
+    ``diagnosis`` is what the node waited for when the join failed.
     """
 
     document: RoundDocument | None = None
@@ -259,4 +262,4 @@ LOCAL = frozenset(
         Tell, FinishJoin,
     )
 )  # fmt: skip
-"""The effects that use none of the run's keys: what comes of them says nothing of those."""
+"""Effects that use none of the run's keys, so that their answers say nothing about those keys."""

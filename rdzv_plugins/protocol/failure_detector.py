@@ -1,4 +1,4 @@
-"""Judges which nodes live, by beats on the observer's own clock alone."""
+"""Which nodes live, by their beats and the observer's own clock alone."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Watched:
-    """What an observer knows of a node's heartbeats; times are seconds of its clock.
+    """What an observer knows of a node's beats; times are seconds of the observer's clock.
 
     Attributes:
         beat: as last seen; None: the node had no record.
-        since: when it was first seen as it is, or when the observer began to judge by it.
+        since: the start of the window of silence: when the beat was first seen, or when the
+            observer began to judge by it.
         looked: when the observer last looked.
-        stale: not looked at since an outage: what is seen next may have been written before it.
+        stale: not looked at since an outage: the next beat may have been written before the outage.
         forgiven: seconds of silence that do not count, see `FailureDetector.doubt`; 0: a lease of
             grace was given instead; None: the node was never doubted.
-        moved: the beat has moved since its window began: the node surely lives.
-        last: the last beat that was seen, also where the record is gone; -1: none was.
-        gone: its record was gone since that beat: if it is gone again, no window begins again.
+        moved: the beat has moved since the window began, so the node lives.
+        last: the last beat that was seen, even if the record is gone now; -1: none was.
+        gone: the record was missing since ``last``; if it is missing again, no window begins again.
     """
 
     beat: int | None
@@ -33,7 +34,7 @@ class Watched:
 
     @property
     def silence(self) -> float:
-        """Seconds that the beat is known to have stood still: up to the last look, not to now."""
+        """Seconds for which the beat is known to have stood still: up to the last look."""
         return max(0.0, self.looked - self.since)
 
     def patience(self, lease: float) -> float:
@@ -48,11 +49,10 @@ class Watched:
 class FailureDetector:
     """Since when each node's beat has stood still, as far as this observer has looked.
 
-    Times are seconds of one monotonic clock, the observer's. A node seen for the first time is as
-    good as one whose beat has just moved: what happened before is not this observer's to judge.
+    A node seen for the first time counts as if its beat had just moved.
 
     Attributes:
-        grace_ends: until then no silence counts of a node that has not been heard since an outage.
+        grace_ends: silence counts only after this time, for nodes not heard since an outage.
     """
 
     def __init__(self) -> None:
@@ -61,14 +61,14 @@ class FailureDetector:
 
     @property
     def watched(self) -> Mapping[str, Watched]:
-        """All that it watches, by node, as it is kept up to date: of thousands no copy is made."""
+        """All watched nodes: not a copy, because there may be thousands."""
         return self._seen
 
     def observe(self, node: str, beat: int | None, asked: float, now: float) -> None:
         """Note a look at a node's beat; None: it has no record.
 
-        The answer that came at ``now`` may be as old as the question, of ``asked``: a beat that
-        stands still has done so up to then, one that moved may have moved just now.
+        The answer of ``now`` may be as old as the question of ``asked``. A beat that stands still
+        is known to have done so up to ``asked``; a beat that moved may have moved at ``now``.
         """
         seen = self._seen.get(node)
         last = beat if beat is not None else seen.last if seen is not None else -1
@@ -77,14 +77,14 @@ class FailureDetector:
             since = max(now, self.grace_ends)
             self._seen[node] = Watched(beat, since, now, forgiven=forgiven, last=last)
         elif beat == seen.beat or (seen.gone if beat is None else beat <= seen.last):
-            # The same that was gone, or a lower one, is no sign of life: no node writes it again.
-            # Whether a lower one is the node's, and its next ones count, `RecordCache` judges.
+            # A beat that is the same or lower is no sign of life: no node writes it again.
+            # `RecordCache` decides whether a lower beat is believed.
             seen.beat, seen.last, seen.looked, seen.stale = beat, last, asked, False
         elif seen.stale:
             seen.since = max(seen.since, now)  # It takes no grace away.
             seen.beat, seen.last, seen.looked, seen.stale = beat, last, asked, False
         else:
-            # A record that is gone was forgotten by the store, perhaps with beats never seen here.
+            # The store lost the record, perhaps with beats that were never seen here.
             moved = seen.moved or (beat is not None and seen.beat is not None)
             since = now if beat is not None else max(seen.since, now)  # No sign of life.
             forgiven = None if beat is not None else seen.forgiven
@@ -94,7 +94,7 @@ class FailureDetector:
             )
 
     def heard(self, node: str, now: float) -> None:
-        """Note something else that the node has written, as good as a beat.
+        """Note another write of the node, which is as good as a beat.
 
         A store that forgets again and again may lose each beat before anybody looks.
         """
@@ -102,7 +102,7 @@ class FailureDetector:
         seen.since, seen.looked, seen.forgiven = max(seen.since, now), now, None
 
     def doubt(self, nodes: Iterable[str]) -> None:
-        """Forgive each of these its silence so far, once until its next beat is seen."""
+        """Forgive each of these nodes its silence so far; once until its next beat is seen."""
         for node in nodes:
             if (seen := self._seen.get(node)) is not None and seen.forgiven is None:
                 seen.forgiven = max(0.0, seen.looked - seen.since)
@@ -113,16 +113,16 @@ class FailureDetector:
         return seen.silence if seen else 0.0
 
     def possible_silence(self, node: str, now: float) -> float:
-        """Seconds since the beat was last seen to move; a look may end it."""
+        """Seconds since the beat was last seen to move; the next look may end it."""
         seen = self._seen.get(node)
         return now - seen.since if seen else 0.0
 
     def longest(self, now: float) -> tuple[float, float]:
-        """The longest confirmed and the longest possible silence of all nodes that it watches."""
+        """The longest confirmed and the longest possible silence of all watched nodes."""
         confirmed, since = 0.0, now
-        # A copy: people ask in other threads, while this node lists.
+        # A copy, because other threads call this while the node lists.
         for seen in [*self._seen.values()]:
-            # Not max() and min(): of many nodes these calls are most of the time.
+            # Not max() and min(): for many nodes these calls take most of the time.
             if seen.looked - seen.since > confirmed:
                 confirmed = seen.looked - seen.since
             if seen.since < since:
@@ -135,11 +135,11 @@ class FailureDetector:
         return seen is not None and seen.moved
 
     def restart(self, now: float, grace: float = 0.0, unless: str | None = None) -> None:
-        """Begin every window afresh but one: the observer was late, or could not reach the store.
+        """Begin every window but one afresh: the observer was late, or could not reach the store.
 
-        ``grace`` seconds more are given to each node until its next beat is seen: after an outage
-        some are connected again later than others. A later call takes no grace away. A node that
-        is first seen after it has the same grace.
+        ``grace`` adds seconds for each node until its next beat is seen, because after an outage
+        some nodes reconnect later than others. A later call takes no grace away. A node that is
+        first seen later gets the same grace.
         """
         if grace:
             self.grace_ends = now + grace
@@ -151,7 +151,7 @@ class FailureDetector:
                 seen.forgiven = 0.0 if grace or seen.since > now else None
 
     def discount(self, seconds: float, now: float) -> None:
-        """Take out of every window the time in which the observer could not reach the store."""
+        """Take out of every window the seconds in which the observer could not reach the store."""
         for seen in self._seen.values():
             seen.since = max(seen.since, min(seen.since + seconds, now))
 

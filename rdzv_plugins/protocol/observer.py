@@ -1,4 +1,4 @@
-"""A node's readings of its run: the document, the leader's record or all records, and when."""
+"""What a node has read of its run: the document, the leader's record or all records, and when."""
 
 from __future__ import annotations
 
@@ -35,20 +35,19 @@ from rdzv_plugins.protocol.roster import (
 )
 from rdzv_plugins.protocol.rules import Rules
 
-# A leader rests this long per record between two listings: a thousand joins then cost a handful of
-# listings instead of a thousand.
+# A leader rests this long per record between two listings, so that a thousand joins cost a handful
+# of listings.
 _REST_PER_RECORD = 20e-6
 _SHORTEST_REST = 0.5e-3
 
 _RANKS_KEPT = 4
-# The log names so many nodes whose records are not believed.
+# The log names at most this many nodes whose records are not believed.
 _UNBELIEVED_KEPT = 16
-# By so many milliseconds, at most, wall clocks are believed to differ: of two runs of an id that
-# began within less, either may be the later one.
+# Milliseconds by which wall clocks may differ: two runs of an id that began within this time have
+# no known order.
 _CLOCKS_APART = 600_000
 _OUTDATED_KEPT = 16
-# After an outage another node may reconnect so much later than this one: as long as a node pauses
-# between two requests then, and a client between two attempts.
+# After an outage other nodes may reconnect up to 1 s later than this one (one retry pause).
 _BACK_WITHIN = 1.0
 
 
@@ -58,11 +57,11 @@ def with_rank(
     known: Mapping[str, dict[str, int]],
     held_with: dict[str, tuple[str, ...]] | None = None,
 ) -> Effects[RoundDocument]:
-    """The document with the node's rank, where its nodes stand in shards that can be read.
+    """The document with the node's rank, if its nodes are in shards that can be read.
 
     Args:
-        known: ranks that need not be read, by digest.
-        held_with: is given the nodes of the shards that are read, in rank order, by digest.
+        known: ranks that are already known, by the shards' digest.
+        held_with: filled with the nodes of each shard that is read, in rank order, by digest.
     """
 
     def ranked(shards: Shards | None) -> Effects[Shards | None]:
@@ -84,40 +83,31 @@ def with_rank(
 
 
 class Observer:
-    """Reads what the rules need, and notes since when each thing has been as it is.
+    """Reads what the rules need, and notes since when each value has been as it is.
 
-    Other modules read its attributes; only its own methods change them.
+    Other modules read its attributes; only its own methods change them. An attribute that
+    `rules.View` has too means the same here.
 
     Args:
-        node_id: of the node that observes.
-        rules: the run's settings.
         clock: the node's monotonic clock, in seconds.
 
     Attributes:
-        document: as last read, with this node's own rank where its nodes stand in shards, or with
-            all of them where it leads; None: there is none.
+        document: as last read; with all its nodes where this node leads, else with its own rank.
         arriving: a document that was read, while this node still reads its own rank in it.
-        token: the version under which it was read.
-        stored: the keys of the shards that stand under this version, by their digest.
-        document_since: when it was first seen as it is.
-        round_since: when its round was first seen.
+        token: the version of the document's key as last read.
+        stored: the keys of the shards of that document, by digest.
         running_since: when the round that runs was first seen running; None: none runs.
-        forming_since: when its last document before that was first seen; None: none was.
-        grown_since: when the last round that let newcomers in was first seen.
-        latest: of all documents of this node's run that it has read, the one of the highest place.
-        leader: the leader's record, where another node leads; None: not read.
-        liveness: since when each node's heartbeat has stood still.
+        forming_since: when the last document before that was first seen; None: none was.
+        liveness: since when each node's beat has stood still.
         progress: since when the leader's count of listings has stood still.
-        records: all nodes' records, where this node lists them; None: not listed yet.
-        looks: how often this node has listed all records, as `documents.NodeRecord.looks`.
-        is_to_write: it has decided to write the document, and has not done so yet.
-        listed_since: when it last did, or when it began to have to.
-        outages: how often all windows began again since the store was away.
-        document_is_fresh: it was read or written since this node last paused.
-        confirmed: the round whose rank this node confirmed last, as it stood then.
-        accused: since when those have not beaten whom the document names as accused.
+        looks: as `NodeRecord.looks`.
+        is_to_write: this node has decided to write the document, and has not done so yet.
+        listed_since: when this node last listed all records, or began to have to.
+        outages: how often all windows began again because the store was away.
+        document_is_fresh: the document was read or written since this node last paused.
+        accused: since when each accused node of the document has not beaten.
         latency: seconds that the last listing took.
-        overslept: seconds by which its last pause that ended by itself was too long.
+        overslept: seconds by which the last pause was too long.
         unbelieved: lines for the log on values that were read and count as absent.
     """
 
@@ -147,57 +137,55 @@ class Observer:
         self.confirmed: RoundDocument | None = None
         self.accused = FailureDetector()
         self.latency = self.overslept = 0.0
-        # With which beat each is accused.
+        # The beat with which each node is accused.
         self._accused_at: dict[str, int] = {}
         self.unbelieved: list[str] = []
         # The readings that are due before the next decision.
         self._document_due = True
         self._leader_due = False
         self._records_due = True
-        # Whether it lists all records though it does not lead.
+        # Whether this node lists all records although it does not lead.
         self._lists = False
         self._runs: str | None = None  # The world_id of the round that `running_since` is of.
         self._grew: tuple[str, int] | None = None  # The document that `grown_since` is of.
         self._leader_is: str | None = None  # The node whose record `leader` is.
         self._listing = RecordCache(rules.lease)
-        # This node's rank by the digest of the shards that it has read, the last ones.
+        # This node's rank by the digest of the shards that it has read, for the last _RANKS_KEPT
+        # rosters.
         self._ranks: dict[str, dict[str, int]] = {}
-        # The nodes of the same shards, in rank order.
+        # The nodes of this node's shard in the same rosters, in rank order.
         self._held_with: dict[str, tuple[str, ...]] = {}
-        # The keys of shards that documents named which it has read or written, by digest.
+        # The keys of shards of earlier documents, by digest.
         self._outdated: dict[str, list[str]] = {}
-        # A newcomer has waited long enough for somebody to mend the document.
+        # A newcomer has waited long enough, and may overwrite an unreadable document.
         self._mends = False
-        # By node, why its record is not believed; "" stands for the document.
+        # Why a node's record is not believed; "" stands for the document.
         self._unbelieved: dict[str, str] = {}
         self._listed_at = float("-inf")
         self._shortest_lease = rules.lease
-        # The silent node from which the lead was taken, until all records have been listed.
+        # The lost leader whose place this node took, until all records have been listed.
         self._outlived: str | None = None
         # How late this node's last two beats were.
         self._late = (0.0, 0.0)
-        # The incarnations of which it has read that they have no tombstone, and when it asked;
-        # emptied when a later document is read.
+        # When this node found that an incarnation has no tombstone; emptied when a later document
+        # is read.
         self._asked_tombstones: dict[str, float] = {}
-        # Since when a leader has counted enough ready nodes; None: there are fewer.
         self._enough_since: float | None = None
-        # When the store was back last.
+        # When the store last came back from an outage.
         self._back = -math.inf
-        # When the store last answered, and how long the node has paused on purpose since.
+        # When the store last answered, and for how long the node has paused on purpose since then.
         self._answered: float | None = None
         self._paused = 0.0
         self._in_trouble = False
-        # The store's client makes a request again, perhaps in a wait.
+        # The store's client repeats a request, perhaps one that waits.
         self._repeated = False
 
     @property
     def closed(self) -> bool:
-        """Whether the run was closed."""
         return self.latest is not None and self.latest.closed
 
     @property
     def cannot_list(self) -> bool:
-        """Whether this node leads, and has not been able to read all records for a lease."""
         document = self.document
         if document is None or document.leader != self._me or document.closed:
             return False
@@ -205,11 +193,10 @@ class Observer:
 
     @property
     def enough_for(self) -> float | None:
-        """Seconds since the leader has counted enough ready nodes; None: there are fewer."""
         return None if self._enough_since is None else self._clock() - self._enough_since
 
     def note_enough(self, enough: bool) -> bool:
-        """Note whether enough nodes are ready; returns whether the last call begins with this."""
+        """Note whether enough nodes are ready; returns whether the last call begins now."""
         begins = enough and self._enough_since is None
         if begins:
             self._enough_since = self._clock()
@@ -219,19 +206,18 @@ class Observer:
 
     @property
     def lag(self) -> float:
-        """Seconds more that this node gives others, as late as its own last beats were.
+        """The lateness of this node's last two beats, minus half an interval.
 
-        What slows it down, the store or the load, slows the others down as well. The two last beats
-        count, and half an interval of each is nothing unusual.
+        Whatever slows this node down, the store or the load, slows the other nodes down too.
         """
         return max(0.0, max(self._late) - self._rules.interval / 2)
 
     def beat_was_late(self, seconds: float) -> None:
-        """Note how long after its time this node's beat was written; an outage is no lateness."""
+        """Note how late this node's beat was written; an outage is no lateness."""
         self._late = self._late[1], min(seconds, self._clock() - self._back)
 
     def doubt(self, nodes: Iterable[str]) -> None:
-        """Give each of these nodes one more lease, once until its next beat."""
+        """As `FailureDetector.doubt`."""
         self.liveness.doubt(nodes)
 
     def read_again(
@@ -247,7 +233,7 @@ class Observer:
         self._lists = self._records_due = True
 
     def confirm(self, document: RoundDocument) -> None:
-        """Note the round whose rank this node confirms."""
+        """Note that this node confirms its rank in this round."""
         self.confirmed = document
 
     def read_document(self) -> Effects[None]:
@@ -260,12 +246,14 @@ class Observer:
         known: RoundDocument | None = None,
         stored: Mapping[str, list[str]] | None = None,
     ) -> Effects[None]:
-        """Take what stands in the store as the document.
+        """Take the entry of the document's key as the document.
 
         Args:
-            known: what this node has written there, which saves decoding it; with its ``stored``.
+            known: the document in ``entry``, which this node wrote itself; saves decoding it.
+            stored: the keys of its shards.
 
-        Raises `RendezvousStateError` if it is unreadable, and this node knows no valid one.
+        Raises `RendezvousStateError` if the entry is unreadable, and this node knows no valid
+        document.
         """
         token = entry.version if entry else None
         if token != self.token or (entry is None) != (self.document is None):
@@ -297,27 +285,27 @@ class Observer:
         return document
 
     def ring(self, document: RoundDocument) -> tuple[str, ...]:
-        """The participants among which this node has links, in rank order: all, or of its shard."""
+        """The participants among which this node has links, in rank order: all, or its shard."""
         if document.roster is not None:
             return self._held_with.get(document.roster.digest, ())
         return shard_mates(document, self._me, self._rules.inline)
 
     def take_outdated(self) -> list[str]:
-        """The keys of shards that earlier documents named, and this one does not; each once."""
+        """The keys of shards that only earlier documents name; each key is returned once."""
         found = [keys for digest, keys in self._outdated.items() if digest not in self.stored]
         self._outdated.clear()
         return [key for keys in found for key in keys]
 
     @property
     def misses_its_rank(self) -> bool:
-        """Whether the store has lost the shard with this node's rank, or shows it too late."""
+        """Whether the store has lost the shard with this node's rank, or does not show it yet."""
         document = self.document
         if document is None or document.is_whole:
             return False
         return any(it.ranks is None for it in document.rosters)
 
     def _improve(self, document: RoundDocument) -> None:
-        """Take the same document with more of its nodes."""
+        """Replace the document by the same document with more of its nodes."""
         if self.latest is self.document:
             self.latest = document
         self.document = document
@@ -327,7 +315,7 @@ class Observer:
         if was is None or (was.incarnation, was.leader) != (document.incarnation, document.leader):
             self._begin_windows(was, document)
         if document.leader is not None:
-            # Only the leader writes in the leader's name: the write is a sign of life.
+            # Only the leader writes in the leader's name, so the write is a sign of life.
             self.liveness.heard(document.leader, self._clock())
             self.progress.heard(document.leader, self._clock())
         if was is None or (was.incarnation, was.round) != (document.incarnation, document.round):
@@ -341,7 +329,7 @@ class Observer:
             self._asked_tombstones.clear()
 
     def _note_the_accused(self, document: RoundDocument) -> None:
-        """Note since when each is accused: what was seen of it before is no answer."""
+        """Note since when each node is accused: an earlier heartbeat is no answer."""
         now, beats = self._clock(), {it.node: it.beat for it in document.accused}
         same = {node for node, beat in beats.items() if self._accused_at.get(node) == beat}
         self.accused.keep(same)
@@ -366,7 +354,9 @@ class Observer:
             self.grown_since, self._grew = self._clock(), grew
 
     def _decode(self, entry: Entry | None) -> RoundDocument | None:
-        """What does not pass is as if the store had forgotten it: the living write it again."""
+        """None for an unbelieved document, as if the store had forgotten it: live nodes write it
+        again.
+        """
         if entry is None:
             return None
         try:
@@ -397,11 +387,11 @@ class Observer:
         return document
 
     def mend(self) -> None:
-        """From now on write over a document that nobody can read: nobody else has mended it."""
+        """From now on overwrite an unreadable document: no live node has written it again."""
         self._mends = True
 
     def _note_unbelieved(self, unbelieved: Mapping[str, str]) -> None:
-        """Note what is to be told: once of each node, and of few of thousands."""
+        """Note a line for the log, once for each node and for at most _UNBELIEVED_KEPT nodes."""
         for node, why in unbelieved.items():
             if node not in self._unbelieved and len(self._unbelieved) < _UNBELIEVED_KEPT:
                 self._unbelieved[node] = why
@@ -411,7 +401,7 @@ class Observer:
     def _begin_windows(self, was: RoundDocument | None, document: RoundDocument) -> None:
         """Begin every window now: another node leads, and older observations are too old.
 
-        The window of a leader that this node has just deposed stays: its silence is proven.
+        Keep the window of a leader that this node has just deposed, because its silence is proven.
         """
         deposed = was.leader if was and document.leader == self._me else None
         lost = deposed is not None and self._has_lost(deposed, self.leader)
@@ -433,23 +423,24 @@ class Observer:
             return True
         if document.is_of(latest):
             return document.closed or (not latest.closed and document.place >= latest.place)
-        # Another run of this id. It replaces ours only while it lives, and not if this node was in
-        # a run that was closed: a node is in one run only.
+        # A live run of the same id replaces this node's run, unless this node was in a run that was
+        # closed: a node is in one run only.
         return not document.closed and not (latest.closed and latest.is_of(self.confirmed))
 
     def asked_tombstones(self) -> frozenset[str]:
-        """The incarnations that have no tombstone, as far as this node has asked.
+        """As `View.asked_tombstones`.
 
-        An answer holds for as long as the keys of a closed run stay: after that a run may have been
-        closed and swept, and its document be missing as it was when the node asked.
+        An answer holds for ``sweep_after``: after that time the run may have been closed and swept
+        since this node asked, so that its document is missing for that reason.
         """
         oldest = self._clock() - self._rules.sweep_after
-        # A copy: people ask in other threads, while this node hears of the end.
+        # A copy, because other threads call this while the node's thread adds answers.
         answers = [*self._asked_tombstones.items()]
         return frozenset(incarnation for incarnation, asked in answers if asked > oldest)
 
     def hear_of_the_end(self, incarnation: str, outcome: Outcome | None, asked: float) -> None:
-        """Note the tombstone of a run that this node remembers; None: there is none.
+        """Note the tombstone of a run that this node remembers; outcome None: there is no
+        tombstone.
 
         Args:
             asked: when this node asked for it, on its clock.
@@ -461,7 +452,9 @@ class Observer:
                 return
 
     def read_record(self, node: str) -> Effects[tuple[Entry | None, NodeRecord | None]]:
-        """The entry there, and the record; a sign of life, behind which no later listing goes."""
+        """Read one node's record: the entry, and the record or None. Later listings show no older
+        one.
+        """
         asked = self._clock()
         entry = yield from Read(NODES_PREFIX + node)
         record = self._listing.read(node, entry)
@@ -473,7 +466,7 @@ class Observer:
         return entry, record
 
     def observe(self) -> Effects[None]:
-        """Read what is due: the document, then all records as the leader, else the leader's."""
+        """Read what is due: the document, then all records as the leader, or else the leader's."""
         if self._document_due:
             yield from self.read_document()
         if self.misses_its_rank and self.document is not None:
@@ -494,7 +487,7 @@ class Observer:
         asked = self._clock()
         _, record = yield from self.read_record(leader)
         self._leader_is = leader
-        # A record that is missing, or older than the last one, tells nothing new.
+        # A missing or older record tells nothing new.
         if record is not None and (self.leader is None or record.beat >= self.leader.beat):
             self.leader = record
         if record is None:
@@ -514,7 +507,7 @@ class Observer:
         now = self._clock()
         records = self.records = self._listing.decode(entries)
         self._note_unbelieved(self._listing.unbelieved)
-        # That of the settings is the lease of a node without a record.
+        # A node without a record has the lease of this node's settings.
         self._shortest_lease = min([self._rules.lease, *(it.lease for it in records.values())])
         if not document.is_whole:
             document = yield from self._complete(document, records, asked)
@@ -532,7 +525,8 @@ class Observer:
                 self.accused.observe(node, records[node].beat, asked, now)
         self.latency = now - asked
         if self._outlived is not None:
-            # If this node is slow itself, that leader may be no more than slow either.
+            # Doubt the deposed leader too if this node is slow itself: the leader may be just as
+            # slow.
             self.doubt(watched - (set() if self.lag else {self._outlived}))
             self._outlived = None
         self._listed_at = self.listed_since = now
@@ -553,29 +547,28 @@ class Observer:
                     # The store has lost them. Participants and heirs still look for their ranks.
                     yield from PutShards(shards)
                     self.stored = {**self.stored, digest: [*shards]}
-        # A roster that is missing is silent, as a node is: what excuses a node excuses it too.
+        # Watch a missing roster like a node, so that outages and lags excuse it too.
         self.liveness.observe(MISSING, None, asked, self._clock())
         self._improve(document)
         return document
 
     @property
     def unanswered(self) -> dict[str, float]:
-        """As `rules.View.unanswered`."""
         accused = [it for it in self._accused_at if not self.accused.moved(it)]
         return {node: self.accused.confirmed_silence(node) for node in accused}
 
     def woke_late(self, seconds: float) -> None:
-        """Note by how much a pause was too long: a busy host holds the others up as well."""
+        """Note by how much a pause was too long: a busy host delays the other nodes too."""
         self.overslept = seconds
 
     def paused(self, seconds: float) -> None:
-        """Note that the node has paused on purpose; the document may have changed meanwhile."""
+        """Note that the node paused on purpose; the document may have changed in the meantime."""
         self.document_is_fresh = False
         if not self._in_trouble:
             self._paused += seconds
 
     def repeats(self) -> None:
-        """Note that the store's client makes a request again; from any thread."""
+        """Note that the store's client repeats a request; called from any thread."""
         self._repeated = True
 
     def failed(self) -> None:
@@ -586,12 +579,12 @@ class Observer:
     def answered(self) -> None:
         """Note that the store answered a request.
 
-        What this node could not see proves nothing about others, and in an outage they cannot beat
-        either. A short outage is taken out of each window. After a longer one, see `Rules.outage`,
-        all windows begin again: each node's when it beats again or a lease later, for some are
-        connected again later than others. It makes no difference whether requests failed, the
-        store's client repeated one until it was answered, or this process stood still. An accused
-        node has little time: its window begins again after any of these, once the node is back.
+        Silence during an outage proves nothing, because other nodes cannot beat then either. A
+        short outage is taken out of each window. After one longer than `Rules.outage` all windows
+        begin again, and each node has a lease to beat again, because some nodes reconnect later
+        than others. The cause makes no difference: requests failed, the store's client repeated
+        one, or this process stood still. An accused node has little time, so its window begins
+        again after each of these.
         """
         now, trouble, repeated = self._clock(), self._in_trouble, self._repeated
         away = now - self._answered - self._paused if self._answered is not None else 0.0
@@ -610,8 +603,8 @@ class Observer:
     def _reset_windows(self, now: float) -> None:
         """Begin all windows now.
 
-        What is due is read as ever: a slow store is given no more to do. If the store lost the
-        document meanwhile, it lost the leader's record too, or tells it to who waits for a change.
+        Do not read everything again: a slow store gets no extra work. If the store lost the
+        document, it also lost the leader's record, or it wakes the nodes that wait for a change.
         """
         self.outages += 1
         self.liveness.restart(now, self._rules.lease)
@@ -620,7 +613,6 @@ class Observer:
         self._enough_since = None
 
     def until_first_lease(self, now: float) -> float | None:
-        """As `rules.View.until_first_lease`."""
         if self.records is None:
             return None
         lease = self._shortest_lease

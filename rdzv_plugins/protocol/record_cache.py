@@ -1,4 +1,4 @@
-"""All nodes' records as a leader lists them, each decoded once a version."""
+"""All nodes' records as a leader lists them; each version is decoded once."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from rdzv_plugins.kv import Entry, RendezvousStateError, Version
 from rdzv_plugins.kv.gate import LEASES, is_host, plain
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 
-# The last beats of so many nodes are remembered whose records are gone.
+# Remember the last beats of at most this many nodes whose records are gone.
 _MOST_GONE = 1 << 16
 _START = len(NODES_PREFIX)
 
 
 class RecordCache:
-    """Its length is how many records the last one held.
+    """Its length is the number of records in the last listing.
 
     Args:
-        lease: of the run; a record whose lease is another by more than a factor of ten is not
-            believed. None: any is.
+        lease: of the run; a record whose lease differs by more than a factor of LEASES is not
+            believed. None: any lease is.
 
     Attributes:
-        unbelieved: why a record counts as absent, by node: those of the last look.
+        unbelieved: by node, why its record counts as absent, as of the last look.
     """
 
     def __init__(self, lease: float | None = None) -> None:
         self._decoded: dict[str, tuple[Version, NodeRecord]] = {}
         self._shortest = lease / LEASES if lease is not None else 0.0
         self._longest = lease * LEASES if lease is not None else math.inf
-        # The last beats of those whose records are gone.
+        # The last beats of nodes whose records are gone.
         self._gone: dict[str, int] = {}
         self.unbelieved: dict[str, str] = {}
 
@@ -46,7 +46,7 @@ class RecordCache:
         return found[1]
 
     def decode(self, entries: Mapping[str, Entry]) -> dict[str, NodeRecord]:
-        """The records by node; those that nobody can read, or believe, are left out."""
+        """The records by node, without unreadable and unbelieved records."""
         decoded: dict[str, tuple[Version, NodeRecord]] = {}
         self.unbelieved.clear()
         before, take = self._decoded, self._take
@@ -67,9 +67,9 @@ class RecordCache:
     def _take(
         self, node: str, entry: Entry, known: tuple[Version, NodeRecord] | None
     ) -> tuple[Version, NodeRecord] | None:
-        """What is known of a node once its record was read.
+        """The version and record of a node after its entry was read; None: it is not believed.
 
-        A record never goes back: what stands there may be a write that was held up on its way.
+        A record never goes back: an older one is a write that was held up on its way.
         """
         try:
             record = NodeRecord.decode(entry.value)
@@ -84,18 +84,18 @@ class RecordCache:
             return None
         if known is None:
             if not node.isalnum() and not is_host(node):
-                # Others would name it, dial it and send it.
+                # Otherwise nodes would name it, dial it and send its id to others.
                 self.unbelieved[plain(node, 40)] = (
                     "a node's record is not believed: the id of no node"
                 )
                 return None
-            # One that comes back as it was is what a store that forgot has found again.
+            # A record that comes back unchanged is one that a forgetful store has found again.
             return None if record.beat < self._gone.get(node, 0) else (entry.version, record)
         return entry.version, record if record.beat >= known[1].beat else known[1]
 
 
 def readable(entry: Entry | None) -> NodeRecord | None:
-    """A record that nobody can read is silence: its lease runs out."""
+    """The record; None if it is unreadable, so that its lease runs out."""
     if entry is None:
         return None
     try:

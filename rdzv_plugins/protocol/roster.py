@@ -1,13 +1,13 @@
 """The nodes of a large round, in shards beside the document, so that a node reads only its own.
 
-All nodes wait for the document, so it is small whatever their number: more than `Rules.inline`
-participants stand apart from it, as `documents.Shards`. The leader writes the shards before the
-document that names them. They stand under a digest of all nodes in their order and never change, so
-that the compare-and-set of the document still decides for all of them. A shard holds the ranks of
-those nodes whose ids have its hash. Only a leader and people read all shards.
+All nodes wait for the document, so it stays small: more than `Rules.inline` participants are stored
+apart from it, as `documents.Shards`. The leader writes the shards before the document that names
+them. Their keys contain a digest of all nodes in rank order and their values never change, so that
+the compare-and-set of the document still decides for all nodes. The hash of a node's id tells its
+shard, which holds its rank. Only a leader and people's commands read all shards.
 
-If the store loses them, the records of the nodes tell their ranks, and the digest tells whether
-the records of all are there.
+If the store loses the shards, the nodes' records tell the ranks, and the digest tells whether the
+records of all nodes are there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ROSTER_PREFIX = "roster/"
 MISSING = "/roster"
-"""Stands for a roster that nobody can read among the nodes that a leader watches; no node's id."""
+"""Stands for an unreadable roster among the nodes that a leader watches; no node has this id."""
 
 _SHARDS = msgspec.json.Decoder(dict[Id, Nodes])
 
@@ -45,7 +45,7 @@ def apart(
     """The document as it is stored, and the shards of its nodes: by digest, then by key.
 
     Args:
-        inline: the most nodes that stand in the document itself, and the average of a shard.
+        inline: the most nodes that the document itself holds, and the average size of a shard.
     """
     found: dict[str, dict[str, bytes]] = {}
     if len(document.participants) > inline:
@@ -57,7 +57,7 @@ def apart(
     return document, found
 
 
-# A leader stores one roster under several documents: 10,000 nodes take some 20 ms to split.
+# A leader stores one roster with several documents, and 10,000 nodes take some 20 ms to split.
 @lru_cache(maxsize=4)
 def _split(
     incarnation: str, nodes: tuple[str, ...], inline: int
@@ -72,7 +72,7 @@ def _split(
 
 
 def shards_of(document: RoundDocument | None) -> dict[str, list[str]]:
-    """The keys of the shards that a stored document names, by their digest."""
+    """The keys of the shards that a stored document names, by digest."""
     if document is None:
         return {}
     return {it.digest: _keys(document.incarnation, it) for it in document.rosters}
@@ -84,7 +84,7 @@ def _keys(incarnation: str, shards: Shards) -> list[str]:
 
 
 def prefixes(document: RoundDocument) -> list[str]:
-    """Under which the shards of a stored document stand."""
+    """The key prefixes of the shards of a stored document."""
     return [_prefix(document.incarnation, it) for it in document.rosters]
 
 
@@ -93,7 +93,7 @@ def _prefix(incarnation: str, shards: Shards) -> str:
 
 
 def known_ranks(document: RoundDocument | None) -> dict[str, dict[str, int]]:
-    """The ranks that are known with a document, by the digest of the nodes that they are of."""
+    """The ranks that are known with a document, by the digest of their nodes."""
     if document is None:
         return {}
     known: dict[str, dict[str, int]] = {}
@@ -109,12 +109,12 @@ def known_ranks(document: RoundDocument | None) -> dict[str, dict[str, int]]:
 
 
 def shard_key(incarnation: str, shards: Shards, node: str) -> str:
-    """Where the rank of a node stands, if it is one of them."""
+    """The key of the shard that holds the node's rank, if the node is in the roster."""
     return f"{_prefix(incarnation, shards)}{_number(shards, node)}"
 
 
 def shard_mates(document: RoundDocument, node: str, inline: int) -> tuple[str, ...]:
-    """The participants whose ranks stand in one shard with that of ``node``, in rank order."""
+    """The participants in the same shard as ``node``, in rank order."""
     if len(document.participants) <= inline:
         return document.participants
     shards, _ = _split(document.incarnation, document.participants, inline)
@@ -127,7 +127,7 @@ def _number(shards: Shards, node: str) -> int:
 
 
 def ranks_in(entry: Entry | None) -> dict[str, int] | None:
-    """The ranks that a shard holds; None where it is missing or unreadable."""
+    """The ranks in a shard; None: it is missing or unreadable."""
     if entry is None:
         return None
     try:
@@ -141,7 +141,7 @@ def complete(
     stored: Mapping[str, Entry],
     records: Mapping[str, NodeRecord],
 ) -> RoundDocument:
-    """The document with all its nodes, as far as they can be found.
+    """The document with all its nodes, if they can be found.
 
     Args:
         stored: its shards by key.
@@ -180,9 +180,9 @@ def _are(incarnation: str, nodes: tuple[str, ...], shards: Shards) -> bool:
 def members_by_their_records(
     document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> tuple[str, ...]:
-    """The nodes that have confirmed their rank in this round, or were in the one before it.
+    """The nodes that confirmed their rank in this round; while a round forms, in the last one.
 
-    The latter while it forms. Not all are here whose record the store has lost.
+    Nodes whose records the store has lost are missing.
     """
     world_id, last = document.world_id, (document.incarnation, document.round - 1)
     forms = document.phase is Phase.FORMING

@@ -35,7 +35,7 @@ def founded(view: View, note: str) -> RoundDocument:
         min_nodes=view.rules.min_nodes,
         max_nodes=view.rules.max_nodes,
         cause=Cause(note=note),
-        # Milliseconds, so that it is greater in a later run of the id.
+        # In milliseconds, so that a later run of the id has a greater edition.
         edition=int(view.wall * 1000) if view.rules.sealed else 0,
     )
 
@@ -48,7 +48,7 @@ def next_round(
     cause: Cause,
     out: Collection[str] = (),
 ) -> RoundDocument:
-    """The round after ``document``, without those that are gone, or that people took ``out``."""
+    """The round after ``document``, without nodes that are gone, or kept ``out``."""
     if document.restart:
         cause = replace(cause, note="; ".join(filter(None, (cause.note, document.restart))))
     return replace(
@@ -69,7 +69,7 @@ def next_round(
 
 
 def caught_up(at: Situation) -> RoundDocument | None:
-    """The document with the rounds and nodes that its writer, after an amnesia, did not know of.
+    """The document with rounds and nodes that its writer did not know of, because the store forgot.
 
     None: it lacks none.
     """
@@ -89,15 +89,15 @@ def caught_up(at: Situation) -> RoundDocument | None:
 def _may_run(document: RoundDocument, record: NodeRecord) -> bool:
     """Whether the node may run in a round that nobody has ended.
 
-    A node does not run in a round before the last of this run, which was formed without it: it was
-    lost, and the leader that knew may be so too.
+    A node does not run in a round before the last round of this run, which formed without it: the
+    node was lost, and the leader that knew may be lost too.
     """
     ended = record.incarnation == document.incarnation and record.round < document.round - 1
     return record.status is Status.RUN and not ended
 
 
 def evicting(at: Situation, gone: Iterable[str]) -> RoundDocument:
-    """The forming round without those that did not ask for it in time, or are gone."""
+    """The forming round without nodes that are gone, or did not ask for it in time."""
     document, records = at.document, at.records
     cause = amended(document.cause, records, gone, at.gone_by)
     return replace(
@@ -127,7 +127,7 @@ def without_the_gone(at: Situation, gone: Iterable[str]) -> RoundDocument:
 
 
 def without_roster(view: View, at: Situation) -> RoundDocument:
-    """The round of those that have written their records again, since the store lost its roster."""
+    """The round of the nodes that wrote their records again, after the store lost its roster."""
     document, records = at.document, at.records
     known = members_by_their_records(document, records)
     shards = document.previous_roster or document.roster
@@ -135,9 +135,9 @@ def without_roster(view: View, at: Situation) -> RoundDocument:
     gone = [node for node in known if records[node].is_over]
     ran = document.phase is Phase.RUNNING
     cause = amended(Cause() if ran else document.cause, records, gone)
-    # Nodes that the cause names already are not in this roster, though they may be back.
+    # Nodes that the cause calls lost are not in this roster, though they may be back.
     of_it = [node for node in known if records[node].label not in cause.lost]
-    # Some of these may have lost only their rank, and join again.
+    # Some of these nodes may have lost only their rank, and join again.
     cause = replace(cause, lost=cause.lost.and_more(max(0, shards.size - len(of_it))))
     known = without(known, gone)
     if document.phase is Phase.FORMING:
@@ -147,7 +147,7 @@ def without_roster(view: View, at: Situation) -> RoundDocument:
 
 
 def naming_participants(at: Situation) -> RoundDocument:
-    """The round with its ranks, of those that are chosen; at most ``max_nodes``."""
+    """The round with the ranks of the chosen nodes."""
     document, records, ready = at.document, at.records, at.ready
     old = {*document.previous}
     survivors = [node for node in document.previous if node in ready]
@@ -155,13 +155,14 @@ def naming_participants(at: Situation) -> RoundDocument:
     chosen = tuple(policies.chosen(at))
     taken = {*chosen}
     failed = [records[node].label for node in survivors if records[node].failed]
-    # `Situation.gone` has nodes that had asked for this round, and were lost since.
+    # `Situation.gone` includes nodes that had asked for this round and were lost since.
     cause = amended(document.cause, records, at.gone, at.gone_by).plus(failed=failed)
     held = [records[node].label for node in survivors if node not in taken]
     if held or cause.held:  # Also of rounds since the last one that ran.
         cause = replace(cause, held=cause.held.without(set(labels(records, chosen))).plus(held))
     if document.round > 0:
-        # The cause names every node that waited when the last round ended; some stay spares.
+        # The cause names every node that waited when the last round ended; some of them stay
+        # spares.
         spares = [records[node].label for node in newcomers if node not in taken]
         cause = replace(cause, joined=cause.joined.without(spares))
         cause = cause.plus(joined=[records[node].label for node in newcomers if node in taken])
@@ -178,13 +179,13 @@ def naming_participants(at: Situation) -> RoundDocument:
         cause=cause,
         grew=document.round if taken - old else document.grew,
         ran=None,
-        # Fencing token: milliseconds, so that it grows also where the store forgot the last one.
+        # Fencing token: in milliseconds, so that it grows even if the store forgot the last one.
         fencing_token=max(document.fencing_token + 1, int(at.wall * 1000)),
     )
 
 
 def naming(cause: Cause, at: Situation, nodes: Collection[str]) -> Cause:
-    """The cause with these nodes, which are kept out, and why."""
+    """The cause with these nodes that are kept out, and the reasons."""
     reasons: dict[str, Reason] = {node: at.kept_out[node] for node in nodes}
     if not reasons:
         return cause
@@ -197,7 +198,7 @@ def naming(cause: Cause, at: Situation, nodes: Collection[str]) -> Cause:
 
 
 def with_orders_of(document: RoundDocument, stored: RoundDocument) -> RoundDocument:
-    """A document that is written back over an older one, with the orders that stand in that."""
+    """The document to write over an older one, with the orders that the older one holds."""
     fresh = (node for node in stored.drained if node not in document.drained)
     return replace(
         carried_over(replace(document, excluded=stored.excluded), document.excluded),
@@ -213,10 +214,10 @@ def amended(
     gone: Iterable[str],
     found: Mapping[str, Accusation] = NOBODY,
 ) -> Cause:
-    """The cause with the nodes that are gone: each as lost, or as left.
+    """The cause with the gone nodes, each as lost or as left.
 
     Args:
-        found: those whose processes have ended, each with the accusation.
+        found: nodes whose processes have ended, each with its accusation.
     """
     ended: dict[str, Accusation] = {}
     left: list[str] = []
@@ -234,7 +235,7 @@ def amended(
                 unfit[record.label] = record.unfit
             if said_so and record is not None and record.failed:
                 failed.append(record.label)
-    # In one order, whoever is the leader: of many a cause keeps a few.
+    # Sorted, so that every leader keeps the same names of many.
     cause = cause.plus(lost=silent, left=left, failed=failed)
     return cause.because(dict(sorted(unfit.items()))).found(dict(sorted(ended.items())))
 
@@ -242,6 +243,6 @@ def amended(
 def _evicted_with(
     document: RoundDocument, records: Mapping[str, NodeRecord], out: Iterable[str]
 ) -> tuple[str, ...]:
-    """The evicted nodes with more of them that may still run; a node that has left does not."""
+    """The evicted nodes, and the ``out`` nodes that may still run."""
     fresh = (node for node in out if node not in records or not records[node].is_over)
     return (*document.evicted, *without(fresh, document.evicted))

@@ -1,6 +1,7 @@
-"""The facts that follow from a document and the records: who lives, is awaited, ready or gone.
+"""The facts that follow from a document and the records: which nodes live, are awaited, ready,
+gone.
 
-Each of these questions is answered here and nowhere else: `decide` decides by a `Situation`.
+Each question is answered here only; `decide` decides by a `Situation`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NOBODY: frozenset[str] = frozenset()
 
 
 def assess(view: View, document: RoundDocument) -> Situation:
-    """The situation as a node knows it that has listed all records."""
+    """The situation in the eyes of a node that has listed all records."""
     records = {**(view.records or {}), view.me: view.record}
     document = with_verdicts(view, document, records)
     gone = found_gone(document, records) if document.accused else {}
@@ -50,10 +51,10 @@ def assess_from_outside(
     is_lost: Callable[[str], bool],
     wall: float,
 ) -> Situation:
-    """The situation as somebody knows it who is no node of the run, but has read all of it.
+    """The situation in the eyes of an observer that has read all of the run and is no node of it.
 
     Args:
-        is_silent: whether a heartbeat of a node was due and did not come.
+        is_silent: whether a heartbeat of the node is overdue.
         is_lost: whether its lease has run out.
     """
     nodes = _all_nodes(document, records)
@@ -71,7 +72,7 @@ def assess_from_outside(
 def lost_nodes(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> frozenset[str]:
-    """Nodes whose leases have run out, and what is forgiven of their silence."""
+    """Nodes that are lost by their heartbeats, as `View.is_lost`."""
     if view.until_first_lease is not None:
         return _NOBODY
     return frozenset(node for node in _all_nodes(document, records) if view.is_lost(node))
@@ -80,7 +81,7 @@ def lost_nodes(
 def _silent_nodes(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> frozenset[str]:
-    """Nodes whose leases have run out, whatever is forgiven."""
+    """Nodes whose leases have run out, whether or not they were forgiven."""
     if view.until_first_lease is not None:
         return _NOBODY
     others = _all_nodes(document, records) - {view.me}
@@ -94,19 +95,17 @@ def _all_nodes(document: RoundDocument, records: Mapping[str, NodeRecord]) -> se
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The facts by which a leader decides. Each is computed when it is first asked for, and once.
+    """The facts by which a leader decides. Each is computed once, when it is first read.
 
     Attributes:
         document: the round document, with all its nodes.
-        records: of all nodes, as last read.
-        rules: the settings of the run, as far as who judges knows them.
-        wall: the time on the wall clock of who judges, in seconds since the epoch.
-        lost: nodes whose leases have run out, and what is forgiven of their silence; or whose
-            processes are gone.
-        gone_by: of these, the latter, each with the accusation.
-        silent: as a node knows it: those whose leases have run out, also if they have one more. As
-            an observer knows it: those of which a heartbeat was due and did not come.
-        back: nodes that the document gives up as lost, and whose heartbeats move.
+        rules: the run's settings, as far as they are known.
+        wall: seconds since the epoch, on the wall clock of the node or observer.
+        lost: nodes that are lost by their heartbeats (`View.is_lost`), or whose processes are gone.
+        gone_by: the lost nodes whose processes are gone, each with its accusation.
+        silent: nodes that do not count as live, because their leases have run out even if they have
+            one more lease; for an outside observer, because a heartbeat is overdue.
+        back: nodes that the document gives up as lost, and that beat again.
     """
 
     document: RoundDocument
@@ -119,13 +118,13 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     back: frozenset[str] = _NOBODY
 
     def is_gone(self, node: str) -> bool:
-        """Left, done, or lost. A record that is missing is silence, not a leave."""
+        """Whether the node left, is done or lost. A missing record is silence, not a leave."""
         record = self.records.get(node)
         return node in self.lost or (record is not None and record.is_over)
 
     @derived
     def live(self) -> set[str]:
-        """Nodes that have not left, and are not silent."""
+        """Nodes that have not left, and are neither silent nor found gone."""
         return {
             node
             for node, record in self.records.items()
@@ -136,7 +135,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def overdue(self) -> list[str]:
-        """Nodes that are silent, and not lost: in a leader's eyes those that it doubts."""
+        """Nodes that are silent and not lost: a leader doubts them."""
         return [
             node
             for node in self.records
@@ -145,7 +144,6 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def sizes(self) -> Sizes:
-        """How many nodes a round may have."""
         return Sizes.of(self.rules)
 
     @derived
@@ -155,7 +153,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def not_admitted(self) -> Mapping[str, Reason]:
-        """Nodes that ask for a round, and that policies do not admit to the next one, and why."""
+        """Nodes that ask for a round, and that no policy lets into the next one, and why."""
         runs = self.document.phase is Phase.RUNNING
         return policies.not_admitted(self, self.waiting if runs else self._eligible)
 
@@ -163,7 +161,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def awaited(self) -> frozenset[str]:
-        """Participants of the last round that have not asked for this one. Rule: exclusivity."""
+        """Participants of the last round that have not asked for this round. Rule: exclusivity."""
         document, records = self.document, self.records
         return frozenset(
             node
@@ -173,12 +171,12 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def gone(self) -> list[str]:
-        """Participants of the last round that have left, are done or lost."""
+        """Participants of the last round that have left, are done, or are lost."""
         return [node for node in self.document.previous if self.is_gone(node)]
 
     @derived
     def pending(self) -> tuple[str, ...]:
-        """Participants of the last round that live, and for which this one waits."""
+        """Live participants of the last round for which this round waits."""
         if not self.awaited:
             return ()
         gone = {*self.gone}
@@ -188,7 +186,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def asking(self) -> set[str]:
-        """Live nodes that ask for the round, also those that are kept out."""
+        """Live nodes that ask for the round, including nodes that are kept out."""
         document, awaited = self.document, self.awaited
         return {
             node
@@ -207,17 +205,16 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def size(self) -> int:
-        """How many of the nodes that are ready the round would take; 0: they are too few."""
+        """How many of the ready nodes the round would take; 0: too few are ready."""
         return world_size(self.ready, self.records, self.sizes)
 
     @property
     def has_enough(self) -> bool:
-        """Whether a round can form of the nodes that are ready."""
+        """Whether a round can form from the ready nodes."""
         return self.size > 0
 
     @property
     def is_full(self) -> bool:
-        """Whether the forming round has as many nodes as it can have."""
         return self.size > 0 and self.size >= self.sizes.most
 
     # While a round is confirmed or runs.
@@ -230,7 +227,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def taken_out(self) -> list[str]:
-        """Participants that are to be kept out, and live."""
+        """Live participants that are to be kept out."""
         if not self.kept_out:
             return []
         return [
@@ -241,7 +238,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def newly_gone(self) -> list[str]:
-        """Participants that have left or are lost, and that the document does not give up yet."""
+        """Participants that have left or are lost, and that the document does not call lost yet."""
         known = {*self.document.lost, *self.taken_out}
         return [
             node
@@ -262,7 +259,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def missing(self) -> set[str]:
-        """Participants without which the running round goes on, or has to end.
+        """Participants that are gone: the running round goes on without them, or has to end.
 
         A node that was only cut off, and was not replaced, never stopped running.
         """
@@ -279,7 +276,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def present(self) -> tuple[str, ...]:
-        """The other participants."""
+        """The participants that are not missing."""
         return without(self.document.ranks, self.missing)
 
     @derived
@@ -298,14 +295,14 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def newcomers(self) -> list[str]:
-        """Nodes that wait, and for which the round may be ended."""
+        """Waiting nodes for which the round may be ended."""
         if not self.not_admitted:
             return self.waiting
         return [node for node in self.waiting if node not in self.not_admitted]
 
     @derived
     def growth(self) -> int:
-        """By how many nodes the next round would be larger; none once a participant is done."""
+        """By how many nodes the next round would be larger; 0 once a participant is done."""
         if not self.newcomers or self.done:
             return 0
         size = world_size([*self.present, *self.newcomers], self.records, self.sizes)
@@ -313,12 +310,12 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def room(self) -> int:
-        """For how many more nodes the running round has room at most."""
+        """For how many more nodes the running round has room."""
         return self.sizes.most - self.document.size + len(self.missing)
 
     @derived
     def may_grow(self) -> bool:
-        """Whether workers of the round say that now is a good moment to let newcomers in."""
+        """Whether workers of the round said that now is a good moment to let newcomers in."""
         records = self.records
         return any(records[it].may_grow for it in self.document.ranks if it in records)
 
@@ -329,10 +326,10 @@ def nodes_waiting(view: View) -> int:
     if view.joining or member is None or latest is None:
         return 0
     if latest.is_of(member) and latest.closed:
-        # An agent gave up. The workers of this node may wait for its workers for ever.
+        # An agent gave up: this node's workers would wait for that agent's workers for ever.
         return int(latest.outcome is not None and latest.outcome.ends_workers)
     if latest.closed:
-        # Another run of the id took the place of this node's, and is over.
+        # Another run of the id replaced this node's run, and is over.
         return int(member.incarnation in view.asked_tombstones)
     if document is None or document.closed:
         return 0
@@ -350,7 +347,7 @@ def to_join_again(document: RoundDocument) -> int:
 
 
 def waits_for_a_living_round(view: View) -> bool:
-    """Whether this node is a spare of a round that runs, of live nodes and with a live leader."""
+    """Whether this node is a spare of a running round with live nodes and a live leader."""
     document = view.document
     if not view.joining or document is None or document.phase is not Phase.RUNNING:
         return False
@@ -365,7 +362,7 @@ def waits_for_a_living_round(view: View) -> bool:
 
 
 def is_full(document: RoundDocument, sizes: Sizes) -> bool:
-    """Whether the round that runs has as many nodes as it can have."""
+    """Whether the running round has no room."""
     return document.size - len(document.lost) >= sizes.most
 
 
@@ -406,6 +403,6 @@ def fits(record: NodeRecord, document: RoundDocument) -> bool:
 
 
 def without(nodes: Iterable[str], gone: Iterable[str | None]) -> tuple[str, ...]:
-    """The nodes but for those that are gone."""
+    """The nodes that are not in ``gone``, in the same order."""
     left_out = set(gone)
     return tuple(node for node in nodes if node not in left_out)
