@@ -150,7 +150,7 @@ def test_a_pool_of_sessions_tells_when_it_has_none_left(pool: Pool, run_id: str)
     store = pool("session", 4)
     run = Run(store, run_id)
     try:
-        members = [run.start((2, 3)) for _ in range(2)]
+        members = [run.start((2, 3), heartbeat_timeout="1") for _ in range(2)]
         agents.until(one_world(members), 30)
         with pytest.raises(RendezvousConnectionError) as caught:
             run.start((2, 3), heartbeat_timeout="1")
