@@ -1,4 +1,4 @@
-"""The registers of one member: promises, acceptances, and the incarnations that they depend on."""
+"""The registers of one member: its promises, its acceptances, and the incarnations it knows."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from rdzv_plugins.register.messages import (
 )
 
 MOST_BYTES = 1 << 25
-"""The memory of a member, for keys and values; a larger copy would take too long."""
+"""Bytes of keys and values in a member; a copy of more would take too long."""
 
-# What Python takes for a register beside its key and its value.
+# The memory of a register without its key and its value.
 _REGISTER_BYTES = 400
 
 
@@ -34,17 +34,11 @@ class _Register(msgspec.Struct):
     promised: Ballot = NEVER
     accepted: Ballot = NEVER
     value: bytes | None = None
-    at: float = 0.0
+    accepted_at: float = 0.0
 
 
 class Acceptor:
-    """Answers clients. It takes part in one generation at a time, or in none.
-
-    Args:
-        index: of its member.
-        incarnation: of its member; larger at each start.
-        room: the most bytes of keys and values.
-    """
+    """Answers clients. It takes part in one generation at a time, or in none."""
 
     def __init__(self, index: int, incarnation: int, room: int = MOST_BYTES) -> None:
         self.index = index
@@ -60,13 +54,13 @@ class Acceptor:
         return self.incarnations[self.index]
 
     def learn(self, incarnations: dict[int, int]) -> None:
-        """Note incarnations of other members; the latest of each counts."""
+        """Note the latest incarnation of each other member."""
         for member, incarnation in incarnations.items():
             if member != self.index:
                 self.incarnations[member] = max(incarnation, self.incarnations.get(member, 0))
 
     def answer(self, request: Request, now: float) -> Answer:
-        """Carry out a client's request. ``now``: the member's monotonic clock, in seconds."""
+        """Carry out a client's request; ``now`` is in seconds of the monotonic clock."""
         if not self.takes_part or request.generation != self.generation:
             return Refused(self.generation if self.takes_part else NEVER)
         match request:
@@ -99,10 +93,10 @@ class Acceptor:
         ballot, quorum = request.held.accepted, request.quorum
         register = self._registers.get(request.key)
         if register is None or (quorum and quorum.get(self.index) != self.incarnation):
-            # An earlier life of this member gave the promise, and may have given others.
+            # This member gave the promise before it restarted, and has forgotten later promises.
             return Refused(self.generation)
         if any(self.incarnations.get(member, 0) > it for member, it in quorum.items()):
-            # A member that promised has lost its memory since, and may have copied this one's.
+            # A member restarted after its promise, and may have copied this member's registers.
             return Refused(self.generation)
         self.learn(quorum)
         if ballot < (register.promised if quorum else max(register.accepted, self._floor)):
@@ -112,11 +106,10 @@ class Acceptor:
             return Refused(self.generation, full=True)
         self._left -= growth
         register.promised, register.accepted = max(ballot, register.promised), ballot
-        register.value, register.at = request.held.value, now - request.held.age
+        register.value, register.accepted_at = request.held.value, now - request.held.age
         return Accepted()
 
     def memory(self, now: float) -> Memory:
-        """A copy of all that it holds, with its promises."""
         return Memory(
             self.generation,
             self._floor,
@@ -126,7 +119,7 @@ class Acceptor:
         )
 
     def begin(self, memory: Memory, now: float) -> None:
-        """Take part in a generation, from this memory on."""
+        """Take part in the generation of ``memory``, with its registers."""
         self.learn(memory.incarnations)
         self.generation, self._floor = memory.generation, memory.floor
         self._registers = {
@@ -143,13 +136,13 @@ class Acceptor:
         self.takes_part = True
 
     def empty(self) -> dict[str, Ballot]:
-        """The registers that hold no value, with the ballots under which they were emptied."""
+        """The empty registers, each with the ballot that emptied it."""
         return {key: it.accepted for key, it in self._registers.items() if it.value is None}
 
     def agreed_empty(self, asked: dict[str, Ballot]) -> dict[str, Ballot]:
-        """The empty registers of a peer of which this member will hold nothing older."""
+        """The registers among ``asked`` for which this member holds no older value, nor will."""
         unknown = {key: ballot for key, ballot in asked.items() if key not in self._registers}
-        # A late request must not bring such a register into being.
+        # The floor keeps a late request from creating these registers.
         self._floor = max([self._floor, *unknown.values()])
         return unknown | {
             key: ballot
@@ -158,13 +151,13 @@ class Acceptor:
         }
 
     def drop(self, empty: dict[str, Ballot]) -> None:
-        """Forget registers that are empty in all members. The floor keeps late writes out."""
-        still = self.empty()
+        """Forget registers that are empty in all members; the floor refuses late writes."""
+        still_empty = self.empty()
         for key, ballot in empty.items():
-            if still.get(key) == ballot:
+            if still_empty.get(key) == ballot:
                 self._left += _REGISTER_BYTES + len(key)
                 self._floor = max(self._floor, self._registers.pop(key).promised)
 
 
 def _held(register: _Register, now: float) -> Held:
-    return Held(register.accepted, register.value, now - register.at)
+    return Held(register.accepted, register.value, now - register.accepted_at)

@@ -1,14 +1,16 @@
 """One member: it answers clients, recovers its memory from the others, and agrees on generations.
 
-A member that starts has no memory. It asks the others for copies, and takes part once a majority of
-the members, itself not counted, has sent them. Where fewer than that take part, a majority of the
-members agrees on a new generation instead.
+A member that starts has no memory and asks the others for copies. It takes part once other members,
+a majority of all, have sent them. If too few members take part for that, a majority agrees on a new
+generation instead.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from rdzv_plugins.register.acceptor import MOST_BYTES, Acceptor
 from rdzv_plugins.register.messages import (
@@ -30,32 +32,30 @@ from rdzv_plugins.register.messages import (
 )
 
 ACCEPT_SECONDS = 0.3
-"""A writer gives up an accept phase after this time. A new member waits as long before it agrees to
-a generation: then no acceptance of its earlier life can complete a write."""
+"""A writer gives up its accept phase after this time. A new member waits as long before it agrees
+to a generation; by then no acceptance from before its restart can complete a write."""
 
 STATUS_SECONDS = 0.25
-"""Between two messages by which a member tells the others that it lives."""
+"""Between two `Status` messages of a member."""
 
-# A member that has said nothing for so long counts as gone.
+# A member that has sent no `Status` for this time counts as gone.
 _SILENCE_SECONDS = 4 * STATUS_SECONDS
 # Between two requests for copies.
-_ASK_SECONDS = 0.1
-# Between two proposals; longer each time, so that one of several comes to its end.
+_COPY_SECONDS = 0.1
+# Between two proposals. The pause grows, so that one of several proposers succeeds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 0.5
 
 Sent = list[tuple[int, PeerMessage]]
-"""Messages to other members, each with its addressee."""
+"""Addressees and messages."""
 
 
 class Member:
     """The state of one member. Its driver delivers messages, and calls `tick` often.
 
     Args:
-        index: of this member among the ``size`` members.
-        incarnation: larger than that of each earlier start of this member, as the wall clock is.
-        now: the driver's monotonic clock, in seconds.
-        dice: draws the pauses between proposals.
-        room: the most bytes of keys and values.
+        incarnation: larger than at each earlier start of this member; the wall clock is.
+        now: seconds of the driver's monotonic clock.
+        room: bytes of keys and values.
     """
 
     sweep_seconds = 5.0
@@ -73,7 +73,7 @@ class Member:
         self._dice, self._room = dice, room
         self._others = [it for it in range(size) if it != index]
         self._majority = size // 2 + 1
-        # By peer: the generation in which it takes part, and when it said so.
+        # By peer: the generation of its last `Status`, and when that came.
         self._heard: dict[int, tuple[Generation, float]] = {}
         self._status_at = self._sweep_at = now
         self.acceptor = Acceptor(index, incarnation, room)
@@ -87,40 +87,37 @@ class Member:
         )
         self.acceptor.learn(known)
         self._started = now
-        # The latest generation to which it agreed, and the one that it proposes.
+        # The latest generation to which this member agreed, and the generation that it proposes.
         self._agreed: Generation = NEVER
         self._proposed: Generation = NEVER
         self._agreements: dict[int, Agreed] = {}
         self._begin_at = now
         self._copies: dict[int, Memory] = {}
         self._confirmed: dict[int, Empty] = {}
-        # What the sweep before this one has found, and in which lives of the others.
-        self._found: tuple[dict[str, Ballot], dict[int, int]] = {}, {}
-        self._ask_at = now
+        # Results of the last sweep: the empty registers, and the incarnations of the others.
+        self._swept: tuple[dict[str, Ballot], dict[int, int]] = {}, {}
+        self._copy_at = now
         self._pause = _FIRST_PAUSE
         self._propose_at = now + ACCEPT_SECONDS
 
     @property
     def takes_part(self) -> bool:
-        """Whether it answers clients."""
         return self.acceptor.takes_part
 
     @property
     def generation(self) -> Generation:
-        """The generation of its memory."""
         return self.acceptor.generation
 
     def up(self, now: float) -> set[int]:
-        """The members that take part in this member's generation, as far as it knows."""
+        """The members that take part in this member's generation, as far as this member knows."""
         own = {self.index} if self.takes_part else set()
         return own | self._at_work(self.generation, now)
 
     def answer(self, request: Request, now: float) -> Answer:
-        """Carry out a client's request."""
         return self.acceptor.answer(request, now)
 
     def tick(self, now: float) -> Sent:
-        """What it says by itself at this time."""
+        """The messages that are due now."""
         sent: Sent = []
         if now >= self._status_at:
             self._status_at = now + STATUS_SECONDS
@@ -130,8 +127,8 @@ class Member:
                 self._sweep_at = now + self.sweep_seconds
                 sent += self._sweep()
             return sent
-        if now >= self._ask_at:
-            self._ask_at = now + _ASK_SECONDS
+        if now >= self._copy_at:
+            self._copy_at = now + _COPY_SECONDS
             sent += self._to_all(Copy(self._incarnation))
         if len(self._agreements) >= self._majority and now >= self._begin_at:
             return sent + self._begin_generation(now)
@@ -140,7 +137,7 @@ class Member:
         return sent
 
     def hear(self, sender: int, message: PeerMessage, now: float) -> Sent:
-        """What it says to a message of another member."""
+        """The replies to a message of another member."""
         acceptor, known = self.acceptor, self.acceptor.incarnations.get(sender, 0)
         if message.incarnation < known:
             return [(sender, self._status(sender))]
@@ -149,7 +146,7 @@ class Member:
         match message:
             case Status(_, generation, known):
                 if known > self._incarnation:
-                    # The clock of this host was set back between two starts.
+                    # This host's clock was set back between two starts.
                     self._start(known + 1, now)
                 return self._hear_status(sender, generation, is_new, now)
             case Copy() if self.takes_part:
@@ -183,7 +180,7 @@ class Member:
         return [(it, message) for it in self._others]
 
     def _at_work(self, generation: Generation, now: float) -> set[int]:
-        """The others that have said lately that they take part in this generation."""
+        """The other members that take part in this generation; `_SILENCE_SECONDS` ends it."""
         return {
             peer
             for peer, (theirs, at) in self._heard.items()
@@ -191,12 +188,12 @@ class Member:
         }
 
     def _can_copy(self, now: float) -> bool:
-        """Whether enough others take part in one generation for a recovery by copies."""
+        """Whether enough others take part in one generation to recover from their copies."""
         generations = {theirs for theirs, _ in self._heard.values()} - {NEVER}
         return any(len(self._at_work(it, now)) >= self._majority for it in generations)
 
     def _is_left_behind(self, now: float) -> bool:
-        """Whether there is a later generation, and no majority at work in this member's own."""
+        """Whether others work in a later generation, and no majority in this member's own."""
         later = any(
             self._at_work(it, now) for it, _ in self._heard.values() if it > self.generation
         )
@@ -210,24 +207,23 @@ class Member:
         others_work = len(self._at_work(generation, now)) >= self._majority
         if generation != NEVER and others_work and not self._is_in(generation):
             if self.takes_part or self._agreed > generation:
-                # This memory belongs to an older history, or the proposal came to nothing.
+                # This memory belongs to an older history, or the proposal has failed.
                 latest = max(self._incarnation, self.generation[0], self._agreed[0])
                 self._start(latest + 1, now)
-            self._ask_at = now
+            self._copy_at = now
         return [(sender, self._status(sender))] if is_new else []
 
     # Recovery by copies.
 
     def _take_copy(self, sender: int, copied: Copied, now: float) -> Sent:
-        ours = copied.asker == self._incarnation
-        if self.takes_part or not ours or copied.memory.generation < self._agreed:
+        generation = copied.memory.generation
+        if self.takes_part or copied.asker != self._incarnation or generation < self._agreed:
             return []
         self._copies[sender] = copied.memory
-        generation = copied.memory.generation
-        alike = [it for it in self._copies.values() if it.generation == generation]
-        if len(alike) < self._majority:
+        copies = [it for it in self._copies.values() if it.generation == generation]
+        if len(copies) < self._majority:
             return []
-        self.acceptor.begin(_united(alike), now)
+        self.acceptor.begin(_merged(copies), now)
         return self._statuses()
 
     # A new generation.
@@ -235,18 +231,18 @@ class Member:
     def _propose(self, now: float) -> Sent:
         latest = max([self.generation, self._agreed, *(it for it, _ in self._heard.values())])
         number = max(latest[0] + 1, *self.acceptor.incarnations.values())
-        # The bits tell it from another one of this number, which all may have forgotten.
+        # All members may have forgotten a generation with this number; the random bits differ.
         self._proposed, self._agreements = (number, self._dice.getrandbits(63)), {}
-        self._begin_at = now + _ASK_SECONDS
+        self._begin_at = now + _COPY_SECONDS
         own = self._agree(self.index, self._proposed, now)
         asked = self._to_all(Propose(self._incarnation, self._proposed))
         return asked + [it for it in own if it[0] != self.index]
 
     def _agree(self, sender: int, generation: Generation, now: float) -> Sent:
-        # A generation that this member has forgotten is below its incarnation.
+        # Any generation that this member has forgotten has a smaller number than its incarnation.
         if generation <= max(self._agreed, self.generation, (self._incarnation, -1)):
             return []
-        # Until then an acceptance of this member's earlier life may complete a write.
+        # Until then an acceptance from before this member's restart may complete a write.
         if now < self._started + ACCEPT_SECONDS:
             return []
         if self.takes_part and len(self.up(now)) >= self._majority:
@@ -271,15 +267,14 @@ class Member:
         return self._begin_generation(now)
 
     def _begin_generation(self, now: float) -> Sent:
-        """Begin it with the most advanced memory among those who have agreed."""
+        """Begin the proposed generation with the latest memory of the members that agreed."""
         memories = [it.memory for it in self._agreements.values()]
         newest = max(it.generation for it in memories)
-        united = _united([it for it in memories if it.generation == newest])
+        merged = _merged([it for it in memories if it.generation == newest])
         incarnations = {member: it.incarnation for member, it in self._agreements.items()}
-        memory = Memory(
-            self._proposed, united.floor, united.held, united.promised,
-            united.incarnations | incarnations,
-        )  # fmt: skip
+        memory = replace(
+            merged, generation=self._proposed, incarnations=merged.incarnations | incarnations
+        )
         self._proposed, self._agreements = NEVER, {}
         others = [it for it in incarnations if it != self.index]
         self._install(memory, now)
@@ -306,20 +301,19 @@ class Member:
             return [(sender, Empty(self._incarnation, self.generation, both, asks=False))]
         self._confirmed[sender] = message
         if len(self._confirmed) == len(self._others):
-            first, *others = (it.empty for it in self._confirmed.values())
-            empty = {key: it for key, it in first.items() if all(o.get(key) == it for o in others)}
+            confirmed = [it.empty.items() for it in self._confirmed.values()]
+            empty = dict(set(confirmed[0]).intersection(*confirmed))
             lives = {member: it.incarnation for member, it in self._confirmed.items()}
-            before, earlier_lives = self._found
-            # A member may restart between its answer and the last one; then two sweeps differ.
+            before, earlier_lives = self._swept
+            # A member may restart between its answer and the last answer; then two sweeps differ.
             if lives == earlier_lives:
-                self.acceptor.drop({key: it for key, it in empty.items() if before.get(key) == it})
-            self._found, self._confirmed = (empty, lives), {}
+                self.acceptor.drop(dict(empty.items() & before.items()))
+            self._swept, self._confirmed = (empty, lives), {}
         return []
 
 
-def _united(memories: Iterable[Memory]) -> Memory:
-    """The memory that follows from several of one generation: the latest of each register."""
-    memories = list(memories)
+def _merged(memories: Sequence[Memory]) -> Memory:
+    """Merge memories of one generation: the latest value of each register."""
     held: dict[str, Held] = {}
     for memory in memories:
         for key, it in memory.held.items():

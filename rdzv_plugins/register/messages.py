@@ -1,4 +1,4 @@
-"""What clients and members say to each other. Every message is data; `msgspec` encodes it."""
+"""The messages of clients and members; `msgspec` encodes them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import TypeAlias
 import msgspec
 
 Ballot: TypeAlias = tuple[int, int]
-"""Orders the attempts to write a register: a number, and 64 random bits that make it unique."""
+"""Orders attempts to write a register: a number, and 64 random bits that make it unique."""
 
 Generation: TypeAlias = tuple[int, int]
-"""Orders the histories of the store: a number, and 63 random bits that make it unique."""
+"""Orders histories of the store: a number, and 63 random bits that make it unique."""
 
 NEVER: Ballot = (0, 0)
-"""Smaller than every ballot, and than every generation."""
+"""Smaller than every ballot and every generation."""
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
-    """What one member holds of a register.
+    """A register in one member.
 
     Attributes:
-        accepted: the ballot under which the member accepted the value; `NEVER`: it has none.
+        accepted: the ballot of the value; `NEVER`: the member has accepted none.
         value: None: the register is empty.
         age: seconds since the member accepted the value, by the member's clock.
     """
@@ -31,10 +31,10 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The base of all messages; a message's tag is the name of its class."""
+    """The base of all messages; the name of the class is the tag."""
 
 
-# From a client to a member. Each names the generation in which the client works.
+# From a client, which works in ``generation``, to a member.
 
 
 class Prepare(Message, frozen=True):
@@ -49,9 +49,9 @@ class Accept(Message, frozen=True):
     """Accept this value.
 
     Attributes:
-        held: the ballot and the value, which is as old as it was where the change keeps it.
+        held: a value that the change kept has its old age.
         quorum: the incarnation of each member that promised; empty: a majority has accepted the
-            value, and the addressee, which was not asked, is to hold it too.
+            value already, and the addressee gets a copy.
     """
 
     generation: Generation
@@ -61,21 +61,21 @@ class Accept(Message, frozen=True):
 
 
 class Read(Message, frozen=True):
-    """Tell what these registers hold."""
+    """Answer `Found` with these registers."""
 
     generation: Generation
     keys: list[str]
 
 
 class List(Message, frozen=True):
-    """Tell what all registers hold whose keys begin with ``prefix``."""
+    """Answer `Found` with the registers whose keys begin with ``prefix``."""
 
     generation: Generation
     prefix: str
 
 
 class Watch(Message, frozen=True):
-    """Answer, as to `Read`, once the register holds something newer than ``accepted``."""
+    """Answer `Found` once the register holds a value with a higher ballot than ``accepted``."""
 
     generation: Generation
     key: str
@@ -95,7 +95,7 @@ class Accepted(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """The registers that were asked for and hold something."""
+    """Those of the requested registers that the member has accepted a value for."""
 
     held: dict[str, Held]
 
@@ -104,8 +104,8 @@ class Refused(Message, frozen=True):
     """The member did nothing.
 
     Attributes:
-        generation: in which the member takes part; `NEVER`: in none.
-        ballot: what the member has promised for the register.
+        generation: in which the member takes part; `NEVER`: it takes part in none.
+        ballot: the member's promise for the register.
         full: the member has no room for the value.
     """
 
@@ -114,15 +114,15 @@ class Refused(Message, frozen=True):
     full: bool = False
 
 
-# Between members. Each names the incarnation of its sender.
+# Between members; ``incarnation`` is the sender's.
 
 
 class Status(Message, frozen=True):
     """The sender lives.
 
     Attributes:
-        generation: in which it takes part; `NEVER`: in none.
-        known: the latest incarnation that it knows of the addressee.
+        generation: in which the sender takes part; `NEVER`: it takes part in none.
+        known: the latest incarnation of the addressee that the sender knows.
     """
 
     incarnation: int
@@ -131,13 +131,12 @@ class Status(Message, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """All that a member holds.
+    """All that a member remembers.
 
     Attributes:
-        generation: of its registers.
-        floor: the highest ballot of a register that was swept.
-        promised: by key, the ballot that the member has promised.
-        incarnations: the latest incarnation that the member knows of each member.
+        floor: the highest promise of a register that the member has forgotten.
+        held, promised: by key.
+        incarnations: by member, the latest that this member knows.
     """
 
     generation: Generation = NEVER
@@ -148,13 +147,13 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Copy(Message, frozen=True):
-    """The sender has lost its memory and asks for a copy."""
+    """Send a copy of your memory: the sender has none."""
 
     incarnation: int
 
 
 class Copied(Message, frozen=True):
-    """A copy, for the life of the addressee that has this incarnation."""
+    """A copy for the incarnation ``asker`` of the addressee."""
 
     incarnation: int
     asker: int
@@ -162,14 +161,14 @@ class Copied(Message, frozen=True):
 
 
 class Propose(Message, frozen=True):
-    """Take no more part in any generation below this one."""
+    """Leave every generation below this one."""
 
     incarnation: int
     generation: Generation
 
 
 class Agreed(Message, frozen=True):
-    """The sender takes no more part in a generation below this one; this is what it holds."""
+    """The sender has left every generation below this one; ``memory`` is what it remembers."""
 
     incarnation: int
     generation: Generation
@@ -177,17 +176,17 @@ class Agreed(Message, frozen=True):
 
 
 class Install(Message, frozen=True):
-    """A majority has agreed: begin the generation with this memory."""
+    """A majority has agreed: begin the generation with ``memory``."""
 
     incarnation: int
     memory: Memory
 
 
 class Empty(Message, frozen=True):
-    """These registers are empty since these ballots.
+    """These registers are empty, each since its ballot.
 
     Attributes:
-        asks: the addressee is to say in which of them it holds nothing older.
+        asks: the addressee answers with those for which it holds no older value.
     """
 
     incarnation: int

@@ -1,4 +1,4 @@
-"""A client's part: it changes a register, or reads registers, with the answers of a majority."""
+"""A client's part: it changes or reads registers with the answers of a majority."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from rdzv_plugins.register.messages import (
 )
 
 Change: TypeAlias = Callable[[bytes | None], bytes | None]
-"""From the value of a register to its next value; None: the register is empty."""
+"""From a register's value to its next value; None: the register is empty."""
 
 Sent = list[tuple[int, Request]]
-"""Requests to members, each with its addressee."""
+"""Addressees and requests."""
 
 
 class Outcome(Enum):
@@ -44,17 +44,12 @@ class Outcome(Enum):
 
 
 def keep(value: bytes | None) -> bytes | None:
-    """The change that leaves a register as it is: it settles which value a majority holds."""
+    """The change that settles which value a majority holds, and keeps the value."""
     return value
 
 
 class Proposer:
-    """What one client knows of the members, for all of its requests.
-
-    Args:
-        size: the number of members.
-        dice: makes ballots unique: it must differ between clients.
-    """
+    """What one client knows of the members; ``dice`` must differ between clients."""
 
     def __init__(self, size: int, dice: random.Random) -> None:
         self.size, self.majority = size, size // 2 + 1
@@ -64,17 +59,16 @@ class Proposer:
 
     @property
     def generation(self) -> Generation:
-        """In which most members take part, as far as they have said."""
+        """The generation in which most members take part, as far as this client knows."""
         counted = Counter(it for it in self._generations.values() if it != NEVER)
         return max(counted, key=lambda it: (counted[it], it), default=NEVER)
 
     def ballot(self) -> Ballot:
-        """A ballot above all that this client has met."""
+        """A ballot above all ballots that this client has seen."""
         self._number += 1
         return self._number, self._dice.getrandbits(63) + 1
 
     def note(self, member: int, answer: Answer) -> None:
-        """Learn from a member's refusal."""
         if isinstance(answer, Refused):
             self._generations[member] = answer.generation
             self._number = max(self._number, answer.ballot[0])
@@ -84,9 +78,8 @@ class _Attempt:
     """One attempt at a request.
 
     Attributes:
-        generation: in which it was made.
         outcome: None: the attempt goes on.
-        is_doubtful: a member may have accepted what the attempt was to write.
+        is_doubtful: a member may have accepted the value of this attempt.
     """
 
     is_doubtful = False
@@ -97,6 +90,11 @@ class _Attempt:
         self.generation = proposer.generation
         self._failed: set[int] = set()
         self.outcome: Outcome | None = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the members have a new generation since the attempt began."""
+        return self.generation != self._proposer.generation
 
     def gone(self, member: int) -> None:
         """Note that a member does not answer, or refuses."""
@@ -121,9 +119,9 @@ class Changing(_Attempt):
     """An attempt to change a register.
 
     Attributes:
-        ballot: of this attempt.
-        before, after: the value that the change was given, and what it made of it. If ``outcome``
-            is DONE, ``after`` is what the register held then. Otherwise it may yet come to hold it.
+        before: what the change was applied to.
+        after: the result. If ``outcome`` is DONE, the register held it then; otherwise the register
+            may come to hold it later.
     """
 
     def __init__(self, proposer: Proposer, key: str, change: Change) -> None:
@@ -137,7 +135,7 @@ class Changing(_Attempt):
         self.after: bytes | None = None
 
     def begin(self) -> Sent:
-        """Ask all members for a promise."""
+        """The first requests: ask all members for a promise."""
         prepare = Prepare(self.generation, self._key, self.ballot)
         return [(member, prepare) for member in range(self._proposer.size)]
 
@@ -148,7 +146,7 @@ class Changing(_Attempt):
             self.outcome = self._failure
 
     def hear(self, member: int, answer: Answer, now: float) -> Sent:
-        """What to send after a member's answer. ``now``: the client's monotonic clock."""
+        """The requests that follow a member's answer; ``now`` is in monotonic seconds."""
         if self.outcome is not None:
             return []
         match answer:
@@ -161,7 +159,7 @@ class Changing(_Attempt):
                 if len(self._accepted) == self._proposer.majority:
                     late = now > self._sent_at + ACCEPT_SECONDS
                     self.outcome = Outcome.AGAIN if late else Outcome.DONE
-                    return [] if late else self._tell_the_others()
+                    return [] if late else self._copies()
             case Refused():
                 self._refused(member, answer)
         return []
@@ -171,7 +169,7 @@ class Changing(_Attempt):
         self.before = max(promised, key=lambda it: it.accepted)
         self.after = self._change(self.before.value)
         if self.after == self.before.value and len({it.accepted for it in promised}) == 1:
-            self.outcome = Outcome.DONE  # A majority holds it already.
+            self.outcome = Outcome.DONE  # A majority holds the value already.
             return []
         self._sent_at, self.is_doubtful = now, True
         age = self.before.age if self.after == self.before.value else 0.0
@@ -180,20 +178,21 @@ class Changing(_Attempt):
         self._request = Accept(self.generation, self._key, held, quorum)
         return [(member, self._request) for member in quorum]
 
-    def _tell_the_others(self) -> Sent:
-        told = replace(self._request, quorum={})
-        others = range(self._proposer.size)
-        return [(member, told) for member in others if member not in self._promises]
+    def _copies(self) -> Sent:
+        copy = replace(self._request, quorum={})
+        members = range(self._proposer.size)
+        return [(member, copy) for member in members if member not in self._promises]
 
 
 class Rivals:
-    """What a client has seen of others that change the same register, since its first attempt.
+    """What other clients have done to a register since this client's first attempt to change it.
 
-    Many who attempt it at once thwart each other, and reading thwarts nobody: so a client looks
-    between two attempts whether there is anything left to do.
+    Concurrent attempts make each other fail, and reads do not. Therefore a client reads between two
+    attempts, and stops if nothing is left to do.
 
     Args:
-        is_put: whether a value was written whatever the register held; None: this client's is not.
+        is_put: whether a value was written unconditionally; None: this client's change has a
+            condition.
     """
 
     def __init__(self, change: Change, is_put: Callable[[bytes], bool] | None = None) -> None:
@@ -202,18 +201,18 @@ class Rivals:
         self._ours: Ballot = NEVER
 
     def note(self, attempt: Changing) -> None:
-        """Remember an attempt that failed."""
+        """Remember a failed attempt."""
         if attempt.is_doubtful:
             self._ours = attempt.ballot
 
     def leave_nothing(self, held: Held) -> bool:
-        """Whether, where a majority holds this, the change is done or would change nothing.
+        """Whether the change is done, or has no effect, if a majority holds ``held``.
 
-        A put that another put has followed need not be written: nobody can tell.
+        If another put followed, this put need not be written: no reader can tell the difference.
         """
         self._first = held.accepted if self._first is None else self._first
         if held.accepted < self._ours:
-            return False  # What this client wrote may yet follow.
+            return False  # A majority may still accept this client's own value.
         value, is_put = held.value, self._is_put
         followed = value is not None and is_put is not None and is_put(value)
         return (followed and held.accepted > self._first) or self._change(value) == value
@@ -223,11 +222,11 @@ class Look(_Attempt):
     """An attempt to read registers.
 
     Args:
-        wanted: their keys, or the prefix of their keys.
+        wanted: keys, or a prefix of keys.
 
     Attributes:
-        held: by key, what a majority holds alike; a register whose value is None is empty.
-        unsettled: the keys of the others. Read them again, or settle each with `keep`.
+        held: by key, the registers on which a majority agrees.
+        unsettled: the keys of the other registers. Read them again, or settle them with `keep`.
     """
 
     def __init__(self, proposer: Proposer, wanted: Sequence[str] | str) -> None:
@@ -238,7 +237,6 @@ class Look(_Attempt):
         self.unsettled: list[str] = []
 
     def begin(self) -> Sent:
-        """Ask all members."""
         request: Request
         if isinstance(self._wanted, str):
             request = List(self.generation, self._wanted)
@@ -248,11 +246,10 @@ class Look(_Attempt):
 
     @property
     def is_enough(self) -> bool:
-        """Whether a majority has answered, be it that its members do not agree."""
+        """Whether a majority has answered; its answers may differ."""
         return len(self._answers) >= self._proposer.majority
 
     def hear(self, member: int, answer: Answer, now: float) -> Sent:
-        """Count a member's answer; there is nothing to send after it."""
         if self.outcome is None and isinstance(answer, Found):
             self._answers[member] = answer
             if self.is_enough:
@@ -265,7 +262,7 @@ class Look(_Attempt):
         return []
 
     def end(self) -> None:
-        """Wait for no more answers than there are."""
+        """Wait for no more answers."""
         if self.outcome is None and self.is_enough:
             self.outcome = Outcome.DONE
 
@@ -273,9 +270,9 @@ class Look(_Attempt):
         answers = [it.held for it in self._answers.values()]
         self.held, self.unsettled = {}, []
         for key in {key: None for it in answers for key in it}:
-            same = [it.get(key, Held()) for it in answers]
-            ballot, number = Counter(it.accepted for it in same).most_common(1)[0]
+            held = [it.get(key, Held()) for it in answers]
+            ballot, number = Counter(it.accepted for it in held).most_common(1)[0]
             if number >= self._proposer.majority:
-                self.held[key] = next(it for it in same if it.accepted == ballot)
+                self.held[key] = next(it for it in held if it.accepted == ballot)
             else:
                 self.unsettled.append(key)

@@ -172,7 +172,7 @@ KNOWN = {"node1": "10.0.0.1", "node2": "10.0.0.2", "node3": "10.0.0.3"}
 def place(endpoint: str = THREE, local_addr: str | None = None) -> tuple[str, str] | str:
     """The host and the address of this host's member; else whether it may have one yet."""
     found = members(endpoint)
-    own, unknown = member.own_place(found, local_addr)
+    own, unknown = member.own_member(found, local_addr)
     if own is None:
         return "unknown" if unknown else "none"
     assert not unknown

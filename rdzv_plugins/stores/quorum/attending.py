@@ -1,7 +1,6 @@
-"""A node's part in the store ``quorum``: it runs the member of its host, if that has one.
+"""A node's part in the store ``quorum``: it runs its host's member, if the endpoint names the host.
 
-Another agent of the run on this host may run it already. Then this one looks whether it still does,
-and takes its place where it has ended.
+If another agent of this host runs the member, this agent watches it, and replaces it once it ends.
 """
 
 from __future__ import annotations
@@ -42,48 +41,48 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Between two looks at the member of this host, and at who still takes part.
+# How often the thread looks at this host's member, and `close` at the nodes that still need it.
 _LOOK_SECONDS, _PRESENCE_SECONDS = 0.5, 0.05
-# How long a member may take to prove itself; that of this host may be slow, or suspended.
+# How long a member may take to answer; this host's member may be slow, or suspended.
 _ANSWER_SECONDS, _OWN_ANSWER_SECONDS = 0.5, 2.0
-# Between two lines that say who is waited for.
+# Between two log lines that name the missing members.
 _TELL_SECONDS = 15.0
-# Nodes that end together are not worth a line, nor are members that are away for as long.
+# No line is logged for members that are away, or nodes that are waited for, no longer than this.
 _BRIEF_SECONDS = 2.0
-# After a signal a member outlives its node for so long at most.
+# How long a member may outlive its node after a signal.
 _HURRY_SECONDS = 5.0
-# How long the end waits for the thread, which may hang in a look-up of a name.
+# How long `close` waits for the thread, which may hang in the look-up of a name.
 _STOP_SECONDS = 7.0
 _LONGEST_PAUSE = 10.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which member is this host's, and the address where it listens."""
+class OwnMember:
+    """The index of this host's member, and the address where it listens."""
 
     host: int
     address: str
 
 
 class Attending(Attendance):
-    """A node of a run whose nodes keep up the store."""
+    """A node of a run whose nodes run the store."""
 
     def __init__(self, members: Members, local_addr: str | None, run_id: str) -> None:
         self._members, self._local_addr, self._run = members, local_addr, run_id
         self._secret = members.options.secret_bytes()
         self._member: MemberThread | None = None
-        self._place: Place | None = None
-        # Where another agent of this host was seen to run the member.
-        self._seen_at: int | None = None
+        self._own: OwnMember | None = None
+        # The port at which another agent of this host runs the member.
+        self._port_of_other: int | None = None
         self._attempts = Attempts(longest=_LONGEST_PAUSE)
-        self._told: set[str] = set()
-        # How many members were up when that was told last, and how many looks have found another
-        # number: a clock would count the time for which this host was suspended.
-        self._up_told, self._up_looks = len(members.hosts), 0
+        self._warned: set[str] = set()
+        # The number of members up in the last log line, and how many looks since found another
+        # number. A clock would count the time for which this host was suspended.
+        self._up_logged, self._up_looks = len(members.hosts), 0
         self._ending, self._ends_by = threading.Event(), float("inf")
         self._stays = self._closed = False
         self._thread = threading.Thread(
-            target=self._see_to_it, name=f"rdzv-{run_id}-member", daemon=True
+            target=self._keep_member, name=f"rdzv-{run_id}-member", daemon=True
         )
         if len(members.hosts) == 1:
             log.warning(
@@ -125,7 +124,7 @@ class Attending(Attendance):
 
     def member_runs(self) -> bool:
         self._begin()
-        runs = self._member is not None or self._seen_at is not None
+        runs = self._member is not None or self._port_of_other is not None
         if not runs and not self._thread.is_alive():
             raise ValueError(
                 f"this host is none of {self._members}: run it on one of them, or name the "
@@ -165,43 +164,40 @@ class Attending(Attendance):
             self._member.stop()
 
     def _begin(self) -> None:
-        """Have this host's member seen to; raises `RuntimeError` where no thread can start yet."""
+        """Start the thread that keeps this host's member, once; raises `RuntimeError`."""
         if self._thread.ident is None:
             self._thread.start()
 
-    def _see_to_it(self) -> None:
+    def _keep_member(self) -> None:
         while not self._ending.is_set():
             try:
-                if self._place is None:
-                    self._place, unknown = own_place(self._members, self._local_addr)
-                    if self._place is None and not unknown:
+                if self._own is None:
+                    self._own, unknown = own_member(self._members, self._local_addr)
+                    if self._own is None and not unknown:
                         return
-                if self._place is not None and not self._has_member:
-                    self._start(self._place)
-                self._tell_who_is_up()
+                is_running = self._member is not None and self._member.is_alive()
+                if self._own is not None and not is_running:
+                    self._start(self._own)
+                self._log_who_is_up()
                 pause = _LOOK_SECONDS
-            # Also what a host has run out of, such as threads.
+            # An exhausted host raises RuntimeError (no thread) or MemoryError.
             except (OSError, RuntimeError, MemoryError, ValueError) as error:
                 self._attempts.fail()
                 pause = max(_LOOK_SECONDS, self._attempts.seconds_left)
-                self._tell(f"the member of the store on this host cannot start: {error}")
+                self._warn(f"the member of the store on this host cannot start: {error}")
             self._ending.wait(pause)
 
-    @property
-    def _has_member(self) -> bool:
-        return self._member is not None and self._member.is_alive()
-
-    def _start(self, place: Place) -> None:
-        port, taken, listener = free_port(self._members, place, self._secret, self._seen_at)
-        self._seen_at = None if listener else port
+    def _start(self, own: OwnMember) -> None:
+        port, taken, listener = free_port(self._members, own, self._secret, self._port_of_other)
+        self._port_of_other = None if listener else port
         if listener is None:
             return
         for line in taken:
-            self._tell(f"{line}, so this host's member of the store listens on {port}")
-        peers = [[] if it == place.host else self._members.places(it) for it in self._every]
+            self._warn(f"{line}, so this host's member of the store listens on {port}")
+        peers = [[] if it == own.host else self._members.places(it) for it in self._every]
         cluster, name = self._members.greeting, f"rdzv-{self._run}-register"
         try:
-            member = MemberThread(listener, peers, place.host, cluster, self._secret, name)
+            member = MemberThread(listener, peers, own.host, cluster, self._secret, name)
             member.start()
         except BaseException:
             listener.close()
@@ -210,34 +206,34 @@ class Attending(Attendance):
         self._attempts.succeed()
         log.info(
             "run '%s': this host runs a member of the store, at %s",
-            self._run, at(place.address, port),
+            self._run, at(own.address, port),
         )  # fmt: skip
 
     @property
     def _every(self) -> range:
         return range(len(self._members.hosts))
 
-    def _tell(self, text: str) -> None:
-        """Warn, once for each text."""
-        if text not in self._told:
-            self._told.add(text)
+    def _warn(self, text: str) -> None:
+        """Warn once for each text."""
+        if text not in self._warned:
+            self._warned.add(text)
             log.warning("run '%s': %s", self._run, text)
 
-    def _tell_who_is_up(self) -> None:
-        """Say it once another number of members is up for a time, except at the end of a run."""
+    def _log_who_is_up(self) -> None:
+        """Log the members once their number has differed for `_BRIEF_SECONDS`; not at the end."""
         if self._member is None:
             return
         up = self._member.up
-        same = len(up) == self._up_told or self._closed
+        same = len(up) == self._up_logged or self._closed
         self._up_looks = 0 if same else self._up_looks + 1
         if self._up_looks * _LOOK_SECONDS > _BRIEF_SECONDS:
-            self._up_told, size = len(up), len(self._members.hosts)
+            self._up_logged, size = len(up), len(self._members.hosts)
             away = [name for it, (name, _) in enumerate(self._members.hosts) if it not in up]
-            told = MembersUp(len(up), size)
+            members_up = MembersUp(len(up), size)
             if away:
-                log.warning("run '%s': %s; away: %s", self._run, told, ", ".join(away))
+                log.warning("run '%s': %s; away: %s", self._run, members_up, ", ".join(away))
             else:
-                log.info("run '%s': %s", self._run, told)
+                log.info("run '%s': %s", self._run, members_up)
 
     def _who_answers(self) -> str:
         found = [look_at(self._members, host, self._secret) for host in self._every]
@@ -245,50 +241,50 @@ class Attending(Attendance):
         return ", ".join(f"{name} {said}" for name, (_, said) in zip(names, found, strict=True))
 
 
-def own_place(members: Members, local_addr: str | None) -> tuple[Place | None, bool]:
-    """The place of this host among the members; and whether some host's name is unknown yet.
+def own_member(members: Members, local_addr: str | None) -> tuple[OwnMember | None, bool]:
+    """This host's member, and whether the answer may change because a name has no address yet.
 
     Raises:
-        ValueError: ``local_addr`` stands for a member's address which is not this host's.
+        ValueError: ``local_addr`` is a member's address, and not this host's.
     """
-    found = [resolved(host) for host, _ in members.hosts]
     names = [host for host, _ in members.hosts]
+    resolutions = [resolved(host) for host in names]
     own_name = own_names() if local_addr is None else {*own_names(), local_addr.lower()}
     own_name -= {"localhost"}
-    # Only a test or a trial has all members at loopback.
-    all_here = all(found) and all(is_loopback(it) for addresses in found for it in addresses)
+    # Only in a test or a trial all members are at loopback.
+    all_here = all(resolutions) and all(is_loopback(it) for them in resolutions for it in them)
     all_here = all_here and not own_name.intersection(name for name in names if name[0].isalpha())
 
-    def place(is_own: Callable[[str], bool]) -> Place | None:
-        for host, addresses in enumerate(found):
+    def member(is_own: Callable[[str], bool]) -> OwnMember | None:
+        for host, addresses in enumerate(resolutions):
             for address in addresses:
                 if is_own(address) and (all_here or not is_loopback(address)):
-                    return Place(host, address)
+                    return OwnMember(host, address)
         return None
 
     if local_addr is not None:
-        own = {local_addr, *resolved(local_addr)}
-        if (at_own := place(own.__contains__)) is not None:
-            if not is_own_ip(at_own.address):
-                stands = "is" if at_own.address == local_addr else f"stands for {at_own.address},"
+        local = {local_addr, *resolved(local_addr)}
+        if (own := member(local.__contains__)) is not None:
+            if not is_own_ip(own.address):
+                stands = "is" if own.address == local_addr else f"stands for {own.address},"
                 raise ValueError(
                     f"--local-addr={local_addr} {stands} no address of this host: name one of its "
                     "own, or mend the name in the DNS or /etc/hosts"
                 )
-            return at_own, False
+            return own, False
         if is_loopback(local_addr):
-            return None, not all(found)
-    if (at_any := place(is_own_ip)) is not None:
-        return at_any, False
-    for host, addresses in enumerate(found):
+            return None, not all(resolutions)
+    if (own := member(is_own_ip)) is not None:
+        return own, False
+    for host, addresses in enumerate(resolutions):
         if names[host] in own_name or any(map(is_own_ip, addresses)):
-            # Debian calls the own name 127.0.1.1: what the others call it, is not known here.
-            return Place(host, _address_among(members, host, local_addr)), False
-    return None, not all(found)
+            # Debian resolves the host's own name to 127.0.1.1, which other hosts cannot reach.
+            return OwnMember(host, _address_among(members, host, local_addr)), False
+    return None, not all(resolutions)
 
 
 def _address_among(members: Members, host: int, local_addr: str | None) -> str:
-    """The address of this host whose own name does not tell it."""
+    """The address at which the other members reach this host."""
     if local_addr is not None and is_own_ip(local_addr):
         return local_addr
     others = [(name, port or 9) for name, port in members.hosts if name != members.hosts[host][0]]
@@ -296,35 +292,35 @@ def _address_among(members: Members, host: int, local_addr: str | None) -> str:
 
 
 def free_port(
-    members: Members, place: Place, secret: bytes, seen_at: int | None = None
+    members: Members, own: OwnMember, secret: bytes, port_of_other: int | None = None
 ) -> tuple[int, list[str], socket.socket | None]:
-    """Where the member of this host is to listen, or does.
+    """The port of this host's member.
 
     Args:
-        seen_at: where another agent was seen to run it.
+        port_of_other: where another agent of this host ran the member before.
 
     Returns:
-        The port; who has the likelier ones; and a socket that listens there, or None where another
-        agent of this host runs the member there.
+        The port; lines about the earlier ports and their owners; and a listening socket, or None if
+        another agent of this host runs the member.
 
     Raises:
-        OSError: others have all its ports.
+        OSError: other programs have all its ports.
     """
     taken: list[str] = []
-    for port in members.ports(place.host):
+    for port in members.ports(own.host):
         try:
-            return port, taken, listen(place.address, [port])
+            return port, taken, listen(own.address, [port])
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
         who = "another program's"
         try:
-            index = identify(place.address, port, members.greeting, secret, _OWN_ANSWER_SECONDS)
-            if index == place.host:
+            index = identify(own.address, port, members.greeting, secret, _OWN_ANSWER_SECONDS)
+            if index == own.host:
                 return port, taken, None
             who = f"that of the member on {members.name(index)}"
         except TimeoutError:
-            if port == seen_at:
+            if port == port_of_other:
                 return port, taken, None
         except OtherClusterError as error:
             who = f"another store's: {error}"
@@ -332,12 +328,12 @@ def free_port(
             who = "that of a member with another secret"
         except (OSError, ValueError):
             pass
-        taken.append(f"{port} at {place.address} is {who}")
+        taken.append(f"{port} at {own.address} is {who}")
     raise OSError(f"{', '.join(taken)}: name others with ports=..., or in the endpoint")
 
 
 def look_at(members: Members, host: int, secret: bytes) -> tuple[int | None, str]:
-    """On which port this member answers, if it does; and what can be said of it, for people."""
+    """The port at which this member answers, or None; and a text about it for people."""
     said = "runs none yet"
     for address, port in members.places(host):
         try:

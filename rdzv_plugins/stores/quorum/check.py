@@ -1,4 +1,4 @@
-"""Findings of ``rdzv check`` on the members of a quorum, which mostly run only while a job does."""
+"""Findings of ``rdzv check`` on a quorum's members, most of which run only while a job runs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 
 from rdzv_plugins.kv.findings import Finding, Mark
-from rdzv_plugins.stores.quorum.attending import Place, free_port, look_at, own_place
+from rdzv_plugins.stores.quorum.attending import OwnMember, free_port, look_at, own_member
 from rdzv_plugins.stores.quorum.members import Members, Options
 
 
 def check(
     endpoint: str, options: Options, local_addr: str | None
 ) -> Generator[Finding, None, bool]:
-    """Yield what is known before anybody connects; return whether a majority answers.
+    """Yield what is known before a client connects; return whether a majority answers.
 
-    ``options`` without a cluster: nobody has said of which run the members are.
+    ``options`` without a cluster: the run is unknown, and so are the ports.
     """
     named = options.cluster is not None
     try:
@@ -28,10 +28,10 @@ def check(
     if len(members.hosts) == 1:
         found = "there is one: its death costs the run a restart"
         yield Finding(Mark.WARNING, "members", found, "name three hosts in --rdzv-endpoint")
-    place = None
+    own = None
     try:
-        place, unknown = own_place(members, local_addr)
-        yield _of_place(members, place, unknown)
+        own, unknown = own_member(members, local_addr)
+        yield _of_member(members, own, unknown)
     except ValueError as error:
         yield Finding(Mark.FAILED, "member", str(error))
     if not named:
@@ -39,13 +39,13 @@ def check(
         found = "not looked for: each run has members of its own, on ports that its id decides"
         yield Finding(Mark.UNKNOWN, "store", found, advice)
         return False
-    if place is not None:
-        yield _own_port(members, place, secret)
+    if own is not None:
+        yield _own_port(members, own, secret)
     answering, size = 0, len(members.hosts)
     for host, (name, _) in enumerate(members.hosts):
         port, said = look_at(members, host, secret)
         answering += port is not None
-        if place is None or host != place.host:
+        if own is None or host != own.host:
             mark = Mark.UNKNOWN if port is None else Mark.OK
             values = {"host": name, "answers": port is not None}
             yield Finding(mark, "member", f"'{name}' {said}", _advice(said), values)
@@ -69,11 +69,11 @@ def _advice(said: str) -> str:
     return ""
 
 
-def _of_place(members: Members, place: Place | None, unknown: bool) -> Finding:
-    if place is not None:
-        name = members.hosts[place.host][0]
-        values = {"host": name, "address": place.address}
-        found = f"this host is '{name}': an agent started here runs a member, at {place.address}"
+def _of_member(members: Members, own: OwnMember | None, unknown: bool) -> Finding:
+    if own is not None:
+        name = members.hosts[own.host][0]
+        values = {"host": name, "address": own.address}
+        found = f"this host is '{name}': an agent started here runs a member, at {own.address}"
         return Finding(Mark.OK, "member", found, values=values)
     if unknown:
         found = f"not known whether this host is one of {members}: some have no address yet"
@@ -84,15 +84,14 @@ def _of_place(members: Members, place: Place | None, unknown: bool) -> Finding:
     return Finding(Mark.OK, "member", found, advice)
 
 
-def _own_port(members: Members, place: Place, secret: bytes) -> Finding:
-    """Where this host's member runs, or would."""
+def _own_port(members: Members, own: OwnMember, secret: bytes) -> Finding:
     try:
-        port, taken, listener = free_port(members, place, secret)
+        port, taken, listener = free_port(members, own, secret)
     except OSError as error:
         return Finding(Mark.FAILED, "ports", f"none is free for the member: {error}")
     with closing(listener) if listener is not None else nullcontext():
         runs = listener is None
         found = "runs already," if runs else "will listen"
         beside = "".join(f"; {it}" for it in taken)
-        found = f"the member of this host {found} on {port} at {place.address}{beside}"
+        found = f"the member of this host {found} on {port} at {own.address}{beside}"
         return Finding(Mark.OK, "ports", found, values={"port": port, "runs": runs})

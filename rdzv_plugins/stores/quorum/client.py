@@ -1,12 +1,12 @@
 """No server: the agents of one, three or five hosts run the members of the store themselves.
 
-The endpoint names the hosts of the members, alike on all nodes. The agent on such a host runs a
-member as a thread, which keeps what the run needs in its memory. A majority of the members is
-enough for each request, and none leads. Once a majority has ended, what trains trains on, and
-restarts wait until a majority is back; that one may lack the last writes. Each run has members of
-its own: its id decides on which of the ports they listen. A member listens at its host's address
-in the endpoint; where that name is at loopback, as Debian sets it up, at ``--local-addr``, or the
-one that ``interface`` or ``network`` selects, or from which the host reaches the other members.
+The endpoint names the hosts of the members, in the same way on all nodes. The agent on such a host
+runs a member as a thread, which keeps the run's data in memory. A majority of the members is enough
+for each request, and no member leads. If a majority ends, running workers go on, and restarts wait
+for a new majority, which may lack the last writes. Each run has its own members: the run's id
+selects their ports. A member listens at its host's address in the endpoint. If that name is at
+loopback, as Debian sets it up, the member listens at ``--local-addr``, or at the address that
+``interface`` or ``network`` selects, or at the address from which the host reaches other members.
 
 Limits: values up to 1 MiB, 32 MiB in a member. Nothing is encrypted; with a secret, members and
 clients prove to each other that they know it.
@@ -37,13 +37,13 @@ from rdzv_plugins.stores.quorum.members import Members, Options
 from rdzv_plugins.stores.quorum.registers import FullError, Registers
 from rdzv_plugins.stores.quorum.wire import OtherClusterError, SecretError
 
-# How long `members_up` waits for members that are silent.
+# How long `members_up` waits for silent members.
 _PATIENCE = 0.3
 
-# `_replace` writes before each value who wrote it last, one entry per thread of a client: the id of
-# the thread, and the stamp of the value. A client that was not told finds there what it wrote.
+# `_replace_at` puts an entry for each recent writer before the value: the id of the client's thread
+# and the stamp of the value. A client whose request had no answer finds its own entry there.
 _WRITER, _STAMP, _ENTRIES = 8, STAMP_BYTES - 1, 127
-# A value begins with the number of these entries, or with this where `_put` wrote it.
+# A value begins with the number of entries, or with `_PUT` if `_put_at` wrote it.
 _PUT = b"\x80"
 
 
@@ -71,7 +71,7 @@ class Client(EpochClient):
 
     @classmethod
     def of_run(cls, options: Any, run_id: str) -> Options:
-        """With the run's id as the name of the cluster, if it has none."""
+        """The options, with the run's id as the default name of the cluster."""
         assert isinstance(options, Options)
         if options.cluster is None and run_id and not run_id.startswith(RESERVED):
             return replace(options, cluster=run_id)
@@ -81,7 +81,7 @@ class Client(EpochClient):
     def attend(
         cls, endpoint: str, options: Any, local_addr: str | None, run_id: str
     ) -> Attendance | None:
-        # The member's thread; whoever only looks needs none of it.
+        # Only nodes need the member's code.
         from rdzv_plugins.stores.quorum.attending import Attending
 
         assert isinstance(options, Options)
@@ -97,7 +97,7 @@ class Client(EpochClient):
         return (yield from check.check(endpoint, options, local_addr))
 
     def take_part(self) -> None:
-        """Have the members stay until this client is closed."""
+        """Keep the members alive until this client is closed."""
         self._registers.is_node = True
         self._registers.renew()
         self._call(partial(self._present, fresh=True))
@@ -113,12 +113,10 @@ class Client(EpochClient):
         yield Finding(Mark.OK, "TLS", plain, values={"encrypted": False})
 
     def members_up(self) -> MembersUp:
-        # It learns in which generation most members take part.
+        # `_present` learns the generation in which most members take part.
         self._call(partial(self._present, fresh=True))
         up = self._call(lambda limit: self._registers.up(limit.within(_PATIENCE)))
         return MembersUp(up, len(self._members.hosts))
-
-    # The hooks.
 
     def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]:
         return self._stored(self._registers.read([*map(self._key, paths)], limit))
@@ -137,7 +135,7 @@ class Client(EpochClient):
             return _after(value, ours, data) if value == before else value
 
         held = self._registers.change(self._key(path), change, limit)
-        # Another client may have settled this value and replaced it before this one was told.
+        # Another client may have settled this value, and replaced it, before this client's answer.
         entries, _ = _split(held or b"")
         if ours in entries:
             return True
@@ -162,7 +160,7 @@ class Client(EpochClient):
             self._registers.change(self._key(path), partial(_put, None), limit)
 
     def _age(self, epoch: Epoch, mark: Stored, limit: Limit) -> float:
-        # Members have no clock in common; each tells for how long it has held the mark.
+        # Members share no clock, so the age is as of the member that answered.
         return self._registers.read([self._key(MARK)], limit).get(self._key(MARK), Held()).age
 
     def _park_at(self, path: str, seen: Stored | None, limit: Limit) -> Stored | None:
@@ -214,7 +212,7 @@ class Client(EpochClient):
 
 
 def _after(value: bytes | None, ours: bytes, data: bytes) -> bytes:
-    """A register's value: what it holds, behind the entries of those who wrote it."""
+    """The new value of a register: the entries of its writers, then the data."""
     others = [it for it in _split(value or b"")[0] if it[:_WRITER] != ours[:_WRITER]]
     entries = [ours, *others][:_ENTRIES]
     return bytes([len(entries)]) + b"".join(entries) + data

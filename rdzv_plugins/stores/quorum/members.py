@@ -1,4 +1,4 @@
-"""Where the members of a quorum are: its options, and what the endpoint says of them."""
+"""The options of a quorum, and where its members are."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rdzv_plugins.settings.endpoint import parse_endpoint
 from rdzv_plugins.settings.options import StoreOptions, option
 
 SIZES = (1, 3, 5)
-"""How many members there may be: of two or four, half are no majority."""
+"""Numbers of members; two or four survive no more deaths than one or three."""
 
-# On so many ports, one after the other, a member is looked for.
+# A member listens on one of this many ports.
 _CANDIDATES = 3
 
 
@@ -45,22 +45,17 @@ class Options(StoreOptions):
         return range(int(first), int(last) + 1)
 
     def secret_bytes(self) -> bytes:
-        """What members and clients of this cluster prove to know; empty: nobody needs it.
-
-        Raises:
-            UnreadableFileError: the file of the secret has none.
-        """
+        """The secret of members and clients, or empty; raises `UnreadableFileError`."""
         found = self.secrets()
         return found[0].encode() if found else b""
 
 
 @dataclass(frozen=True)
 class Members:
-    """Where the members of a cluster are, as the endpoint and the options say.
+    """Where the members of a cluster are.
 
     Attributes:
-        cluster: its name.
-        hosts: in lower case and alphabetical order, each with its own port; None: the rule decides.
+        hosts: in lower case and alphabetical order, each with the port that the endpoint names.
     """
 
     cluster: str
@@ -69,12 +64,7 @@ class Members:
 
     @classmethod
     def of(cls, endpoint: str, options: Options) -> Members:
-        """Parse the endpoint.
-
-        Raises:
-            ValueError: no number of hosts that can have a majority, one that is there twice, or
-                nobody has said of which run the members are.
-        """
+        """Parse the endpoint; raises `ValueError`, also if ``options`` names no cluster."""
         target = parse_endpoint(endpoint, default_port=0)
         target.refuse_all_but()
         if target.user is not None:
@@ -94,20 +84,20 @@ class Members:
                 "each run has members of its own: name the run with -i, or, where a command takes "
                 "no run, with --rdzv-conf=cluster=<its id>"
             )
-        # A member is known by its index: all nodes must count alike.
+        # All nodes must sort the hosts alike, because a member is known by its index.
         return cls(options.cluster, tuple(hosts), options)
 
     def name(self, index: int) -> str:
-        """The host of the member that claims this index; without a secret anybody may claim one."""
+        """The host of a member; a stranger may claim any index."""
         return self.hosts[index][0] if index in range(len(self.hosts)) else f"host {index}"
 
     @property
     def greeting(self) -> str:
-        """The cluster's name as members say it: other hosts would have a majority of their own."""
+        """The cluster's name in greetings; members that count other hosts must not connect."""
         return f"{self.cluster} of {len(self.hosts)} hosts"
 
     def ports(self, host: int) -> list[int]:
-        """The ports that this member may have, in the order in which it takes one."""
+        """The ports that this member may have, in its order of preference."""
         own = self.hosts[host][1]
         if own is not None:
             return [own]
@@ -117,11 +107,11 @@ class Members:
 
     @property
     def dialled(self) -> list[list[tuple[str, int]]]:
-        """For each member the places where it may be."""
+        """The `places` of each member."""
         return [self.places(host) for host in range(len(self.hosts))]
 
     def places(self, host: int) -> list[tuple[str, int]]:
-        """Where this member may be, as dialled from this host, the likeliest first."""
+        """The addresses and ports to dial for this member, the likeliest first."""
         addresses = self._dialled_here[self.hosts[host][0]]
         return [(address, port) for port in self.ports(host) for address in addresses]
 

@@ -1,4 +1,4 @@
-"""The client of the members: requests to all at once, done with the answers of a majority."""
+"""The client of the members: each request goes to all members, and a majority's answers end it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import contextlib
 import random
 import secrets
 import selectors
+import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from rdzv_plugins import clock
 from rdzv_plugins.kv.base import Limit, WokenError
-from rdzv_plugins.register.messages import Answer, Found, Held, Read, Refused, Watch
+from rdzv_plugins.register.messages import Answer, Found, Held, Read, Request, Watch
 from rdzv_plugins.register.proposer import Change, Changing, Look, Outcome, Proposer, Rivals, keep
 from rdzv_plugins.stores.quorum.wire import (
     ALIKE,
     BREAKS,
     CLIENT,
     NODE,
+    HostPort,
     OtherClusterError,
     SecretError,
     Wire,
@@ -31,28 +33,25 @@ from rdzv_plugins.stores.quorum.wire import (
 )
 
 _MOST_BYTES = 64 << 20
-# A member that refuses, or has no answer for so long, is passed over in this attempt.
+# How long the first attempt may take, and how long a later attempt may take at most.
 _ATTEMPT_SECONDS = 0.5, 2.0
-# How long a connection may take; and between two dials of one that failed, longer each time.
 _DIAL_SECONDS = 1.0
-# How long a reader waits for more than a majority where that does not agree.
+# How long a reader waits for further answers if the first majority does not agree.
 _MORE_SECONDS = 0.02
-# How long a writer waits for those who have promised, one of which may have fallen silent since:
-# another member can take its place. On a busy machine so many times as long as promises took.
+# A writer waits for acceptances for `_ACCEPT_SECONDS`, or for `_SLOWNESS` times as long as the
+# promises took (a busy machine). Then another member may take the place of a silent one.
 _ACCEPT_SECONDS, _SLOWNESS = 0.1, 10
-# How many times it looks at a change under way, before it settles that itself.
+# How often a reader looks at a change under way before it settles the change itself.
 _LOOKS = 4
+# Pauses between dials of a member.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-
-# Between two attempts at random: up to this, doubled so often.
+# Pauses between attempts: random, up to `_FIRST_BACKOFF`, which doubles `_DOUBLINGS` times.
 _FIRST_BACKOFF, _DOUBLINGS = 0.002, 9
 
-_REACHED, _GONE = 0, -1
+_BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 _decode_answer = msgspec.msgpack.Decoder(tuple[int, Answer]).decode
 
-Place = tuple[str, int]
-Heard = list[tuple[int, int, Answer | None]]
 T = TypeVar("T")
 A = TypeVar("A", Changing, Look)
 
@@ -66,17 +65,17 @@ class NoMajorityError(OSError):
 
 
 class Registers:
-    """Reads and changes the registers that the members keep; for several threads.
+    """Reads and changes the members' registers; for several threads.
 
     Args:
         places: where each member may listen.
         cluster, secret: as of `Wire`.
 
     Attributes:
-        is_node: the members stay until this client is closed; it counts from the next connection.
+        is_node: connections made from now on keep the members alive until this client is closed.
     """
 
-    def __init__(self, places: Sequence[Sequence[Place]], cluster: str, secret: bytes) -> None:
+    def __init__(self, places: Sequence[Sequence[HostPort]], cluster: str, secret: bytes) -> None:
         self.is_node = False
         self._places, self._cluster, self._secret = places, cluster, secret
         self._proposer = Proposer(len(places), random.Random(secrets.randbits(64)))
@@ -84,7 +83,7 @@ class Registers:
         self._closed = False
 
     def read(self, wanted: Sequence[str] | str, limit: Limit) -> dict[str, Held]:
-        """The registers of these keys, or under this prefix, that are not empty; linearizable."""
+        """The non-empty registers with these keys, or with this prefix; linearizable."""
         found: dict[str, Held] = {}
         for _ in range(_LOOKS):
             look = self._attempt(partial(Look, self._proposer, wanted), limit)
@@ -99,14 +98,15 @@ class Registers:
     def change(
         self, key: str, change: Change, limit: Limit, is_put: Callable[[bytes], bool] | None = None
     ) -> bytes | None:
-        """Change a register; returns what it holds then. ``is_put``: as of `Rivals`."""
+        """Change a register and return its value afterwards. ``is_put``: as of `Rivals`."""
         rivals, tries = Rivals(change, is_put), _Tries(limit)
 
-        def over(links: _Links) -> Held | None:
+        def settled(links: _Links) -> Held | None:
+            """What the register holds, if that leaves this client nothing to change."""
             look = tries.make(links, Look(self._proposer, [key]))
             held = look.held.get(key, Held())
-            settled = look.outcome is Outcome.DONE and not look.unsettled
-            return held if settled and rivals.leave_nothing(held) else None
+            agreed = look.outcome is Outcome.DONE and not look.unsettled
+            return held if agreed and rivals.leave_nothing(held) else None
 
         def attempts(links: _Links) -> bytes | None:
             while True:
@@ -114,31 +114,31 @@ class Registers:
                 if attempt.outcome is Outcome.DONE:
                     return attempt.after
                 rivals.note(attempt)
-                # Once before the first pause, to know later what has followed.
-                if tries.failures == 0 and (held := over(links)) is not None:
+                # The look before the first pause tells later looks which values are newer.
+                if tries.failures == 0 and (held := settled(links)) is not None:
                     return held.value
-                tries.pause(anew=attempt.generation != self._proposer.generation)
-                if (held := over(links)) is not None:
+                tries.pause(attempt)
+                if (held := settled(links)) is not None:
                     return held.value
 
         return self._with_links(attempts)
 
     def watch(self, key: str, held: Held, limit: Limit) -> None:
-        """Return once a majority holds something newer, or no majority watches."""
+        """Return once a majority holds a newer value, or once no majority watches."""
         watch = Watch(self._proposer.generation, key, held.accepted)
         self._with_links(lambda links: links.watch(watch, limit))
 
     def up(self, limit: Limit) -> int:
-        """How many members take part in the store's generation and answer within the limit."""
+        """How many members of the store's generation answer within the limit."""
         return self._with_links(lambda links: links.up(self._proposer, limit))
 
     def close(self) -> None:
-        """Close the connections, those of a request once it ends; idempotent."""
+        """Close all connections; a request under way keeps its own to its end. Idempotent."""
         self._closed = True
         self.renew()
 
     def renew(self) -> None:
-        """Close the idle connections: the next request dials."""
+        """Close the idle connections; the next request dials again."""
         while self._idle:
             self._idle.pop().close()
 
@@ -146,7 +146,7 @@ class Registers:
         def attempts(links: _Links) -> A:
             tries = _Tries(limit)
             while (attempt := tries.make(links, make())).outcome is not Outcome.DONE:
-                tries.pause(anew=attempt.generation != self._proposer.generation)
+                tries.pause(attempt)
             return attempt
 
         return self._with_links(attempts)
@@ -155,15 +155,18 @@ class Registers:
         try:
             links = self._idle.pop()
         except IndexError:
-            greets_as = NODE if self.is_node else CLIENT
-            links = _Links(self._places, self._cluster, self._secret, greets_as)
+            wire = partial(
+                Wire, cluster=self._cluster, secret=self._secret,
+                index=NODE if self.is_node else CLIENT, accepted=False, most=_MOST_BYTES,
+            )  # fmt: skip
+            links = _Links(self._places, wire)
         is_whole = False
         try:
             answer = request(links)
             is_whole = True
             return answer
         except (TimeoutError, WokenError):
-            is_whole = True  # A node must not seem to leave as often as a wait ends.
+            is_whole = True  # The members must not think that the node left when a wait ends.
             raise
         finally:
             if is_whole:
@@ -178,19 +181,21 @@ class _Links:
     """Connections to all members, for one request at a time."""
 
     def __init__(
-        self, places: Sequence[Sequence[Place]], cluster: str, secret: bytes, greets_as: int
+        self, places: Sequence[Sequence[HostPort]], make_wire: Callable[[socket.socket], Wire]
     ) -> None:
-        self._places, self._cluster, self._secret = places, cluster, secret
-        self._greets_as = greets_as
+        self._places, self._make_wire = places, make_wire
         self._poll = selectors.DefaultSelector()
         self._members: dict[int, Wire] = {}
-        # Connections that are being made, since when.
+        # Connections that are being made: the member, and when it was dialled.
         self._dials: dict[Wire, tuple[int, float]] = {}
         self._dial_at = [0.0] * len(places)
         self._pauses = [_FIRST_PAUSE] * len(places)
-        self._numbers = 0
-        self._woken: int | None = None
-        # By member: why the last one at its places lets nobody in.
+        self._number = 0
+        # By number, the member that has not answered yet; by member, what to send once connected.
+        self._asked: dict[int, int] = {}
+        self._late: dict[int, Request] = {}
+        self._wake_fd: int | None = None
+        # By member: why the last member found at its places refuses this client.
         self._refusals: dict[int, Exception] = {}
 
     def close(self) -> None:
@@ -198,95 +203,80 @@ class _Links:
             wire.close()
         self._poll.close()
 
-    def ask(self, sent: Sequence[tuple[int, Any]]) -> tuple[set[int], dict[int, Any]]:
-        """The numbers of these requests, and those whose members are not connected yet."""
-        numbers: set[int] = set()
-        late: dict[int, Any] = {}
+    def _begin(self, sent: Sequence[tuple[int, Request]]) -> None:
+        self._asked, self._late = {}, {}
+        self._ask(sent)
+
+    def _ask(self, sent: Sequence[tuple[int, Request]]) -> None:
         for member, request in sent:
             wire = self._members.get(member)
             if wire is None:
-                late[member] = request
+                self._late[member] = request
                 continue
-            self._numbers += 1
-            wire.send(encode(self._numbers, request))
-            if self._flush(wire):
-                numbers.add(self._numbers)
-        return numbers, late
+            self._number += 1
+            wire.send(encode(self._number, request))
+            try:
+                self._flush(wire)
+                self._asked[self._number] = member
+            except OSError:
+                self._end(wire)
 
-    def poll(self, limit: Limit, until: float) -> Heard:
-        """What members have said by ``until``: who, the number of a request, and the answer to it.
-
-        Where a connection was made or has broken, the number is `_REACHED` or `_GONE`.
-        """
+    def _heard(self, limit: Limit, until: float) -> list[tuple[int, Answer | None]]:
+        """Members' answers that come before ``until``; None: the member's connection has ended."""
         self._dial()
         self._heed(limit)
         missing = (at for member, at in enumerate(self._dial_at) if member not in self._members)
         until = min(until, *missing, time.monotonic() + _DIAL_SECONDS)
         wait = min(limit.seconds, max(0.0, until - time.monotonic()))
-        got: Heard = []
+        heard: list[tuple[int, Answer | None]] = []
         for key, events in self._poll.select(wait):
             if key.data is None:
                 raise WokenError
-            got += self._serve(key.data, events)
-        return got
+            heard += self._serve(key.data, events)
+        return heard
 
     def carry_out(self, attempt: Changing | Look, limit: Limit, until: float) -> None:
-        """Ask all members, those too that are reached meanwhile, until a majority has answered."""
+        """Ask all members until a majority has answered, or until ``until``."""
         began = time.monotonic()
-        numbers, late = self.ask(attempt.begin())
+        self._begin(attempt.begin())
         while attempt.outcome is None and (now := time.monotonic()) < until:
             if isinstance(attempt, Look) and attempt.is_enough:
                 until = min(until, now + _MORE_SECONDS)
             elif attempt.is_doubtful:
                 until = min(until, now + max(_ACCEPT_SECONDS, _SLOWNESS * (now - began)))
             try:
-                got = self.poll(limit, until)
+                heard = self._heard(limit, until)
             except TimeoutError:
                 raise self._why_too_few() from None
             secret = [it for it in self._refusals.values() if isinstance(it, SecretError)]
             if 2 * len(secret) > len(self._places):
                 raise secret[0]
-            for member, number, answer in got:
-                sent: Sequence[tuple[int, Any]] = ()
-                if number == _REACHED and member in late:
-                    sent = [(member, late.pop(member))]
-                elif number == _GONE:
+            for member, answer in heard:
+                if answer is None:
                     attempt.gone(member)
-                elif number in numbers and answer is not None:
-                    sent = attempt.hear(member, answer, clock.now())
-                more, unsent = self.ask(sent)
-                numbers |= more
-                late |= unsent
+                else:
+                    self._ask(attempt.hear(member, answer, clock.now()))
         if isinstance(attempt, Look):
             attempt.end()
 
     def watch(self, watch: Watch, limit: Limit) -> None:
         """See `Registers.watch`."""
         size = len(self._places)
-        numbers, late = self.ask([(member, watch) for member in range(size)])
-        # At the first member that holds it, a change is under way, which all would look at.
-        lost, newer = len(late), 0
-        while 2 * lost < size and 2 * newer < size:
-            for member, number, answer in self.poll(limit, limit.deadline):
-                if number == _REACHED and member in late:
-                    numbers |= self.ask([(member, late.pop(member))])[0]
-                    lost -= 1
-                newer += number in numbers and isinstance(answer, Found)
-                lost += number == _GONE or (number in numbers and isinstance(answer, Refused))
+        self._begin([(member, watch) for member in range(size)])
+        newer = 0
+        # One member with a newer value may only show a change under way: wait for a majority.
+        while 2 * (len(self._asked) + newer) > size > 2 * newer:
+            newer += sum(isinstance(it, Found) for _, it in self._heard(limit, limit.deadline))
 
     def up(self, proposer: Proposer, limit: Limit) -> int:
         """See `Registers.up`."""
-        request = Read(proposer.generation, [])
-        numbers, late = self.ask([(member, request) for member in range(len(self._places))])
-        waiting, up = len(self._places), 0
+        size = len(self._places)
+        self._begin([(member, Read(proposer.generation, [])) for member in range(size)])
+        answers: list[Answer] = []
         with contextlib.suppress(TimeoutError):
-            while waiting:
-                for member, number, answer in self.poll(limit, limit.deadline):
-                    if number == _REACHED and member in late:
-                        numbers |= self.ask([(member, late.pop(member))])[0]
-                    elif number in numbers:
-                        waiting, up = waiting - 1, up + isinstance(answer, Found)
-        return up
+            while len(answers) < size:
+                answers += [it for _, it in self._heard(limit, limit.deadline) if it is not None]
+        return sum(isinstance(it, Found) for it in answers)
 
     def _why_too_few(self) -> Exception:
         few = f"{len(self._members)} of {len(self._places)} members answer"
@@ -294,12 +284,12 @@ class _Links:
 
     def _heed(self, limit: Limit) -> None:
         wanted = limit.wake.fd if limit.wake is not None else None
-        if wanted != self._woken:
-            if self._woken is not None:
-                self._poll.unregister(self._woken)
+        if wanted != self._wake_fd:
+            if self._wake_fd is not None:
+                self._poll.unregister(self._wake_fd)
             if wanted is not None:
                 self._poll.register(wanted, selectors.EVENT_READ, None)
-            self._woken = wanted
+            self._wake_fd = wanted
 
     def _dial(self) -> None:
         now = time.monotonic()
@@ -312,49 +302,47 @@ class _Links:
             self._dial_at[member] = now + _DIAL_SECONDS
             for address in addresses(places):
                 with contextlib.suppress(OSError):
-                    line = dial(address)
-                    cluster, secret = self._cluster, self._secret
-                    wire = Wire(line, cluster, secret, self._greets_as, False, _MOST_BYTES)
+                    wire = self._make_wire(dial(address))
                     self._dials[wire] = member, now
-                    self._poll.register(line, selectors.EVENT_READ | selectors.EVENT_WRITE, wire)
+                    self._poll.register(wire.line, _BOTH, wire)
 
-    def _serve(self, wire: Wire, events: int) -> Heard:
-        got: Heard = []
+    def _serve(self, wire: Wire, events: int) -> list[tuple[int, Answer | None]]:
+        heard: list[tuple[int, Answer | None]] = []
         try:
             if events & selectors.EVENT_READ:
                 for frame in wire.receive():
                     if wire.peer is not None:
                         number, answer = _decode_answer(frame)
-                        got.append((wire.peer, number, answer))
+                        if self._asked.pop(number, None) is not None:
+                            heard.append((wire.peer, answer))
             if wire in self._dials and wire.peer is not None:
-                member, _ = self._dials.pop(wire)
-                if wire.peer != member:
-                    raise OtherClusterError(f"another member is there; {ALIKE}")
-                if member in self._members:
-                    raise ConnectionError("this member is connected")
-                self._members[member] = wire
-                self._refusals.pop(member, None)
-                self._pauses[member] = _FIRST_PAUSE
-                got.append((member, _REACHED, None))
+                self._connected(wire)
             self._flush(wire)
         except BREAKS as error:
             member, _ = self._dials.get(wire, (-1, 0.0))
             if member not in self._members and isinstance(error, SecretError | OtherClusterError):
                 self._refusals[member] = error
-            got += self._end(wire)
-        return got
+            heard += [(member, None) for member in self._end(wire)]
+        return heard
 
-    def _flush(self, wire: Wire) -> bool:
-        try:
-            wire.flush()
-        except OSError:
-            self._end(wire)
-            return False
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.unsent else 0)
-        self._poll.modify(wire.line, wanted, wire)
-        return True
+    def _connected(self, wire: Wire) -> None:
+        member, _ = self._dials.pop(wire)
+        if wire.peer != member:
+            raise OtherClusterError(f"another member is there; {ALIKE}")
+        if member in self._members:
+            raise ConnectionError("this member is connected")
+        self._members[member] = wire
+        self._refusals.pop(member, None)
+        self._pauses[member] = _FIRST_PAUSE
+        if member in self._late:
+            self._ask([(member, self._late.pop(member))])
 
-    def _end(self, wire: Wire) -> Heard:
+    def _flush(self, wire: Wire) -> None:
+        wire.flush()
+        self._poll.modify(wire.line, _BOTH if wire.unsent else selectors.EVENT_READ, wire)
+
+    def _end(self, wire: Wire) -> list[int]:
+        """Close a connection; return the member that it connected."""
         with contextlib.suppress(KeyError, ValueError):
             self._poll.unregister(wire.line)
         wire.close()
@@ -368,7 +356,8 @@ class _Links:
         for member in gone:
             del self._members[member]
             self._dial_at[member] = 0.0
-        return [(member, _GONE, None) for member in gone]
+            self._asked = {it: asked for it, asked in self._asked.items() if asked != member}
+        return gone
 
 
 class _Tries:
@@ -388,9 +377,9 @@ class _Tries:
             self._seconds = min(self._longest, 2 * self._seconds)
         return attempt
 
-    def pause(self, anew: bool) -> None:
-        """``anew``: the members have just told another generation, so they are asked at once."""
-        if not anew:
+    def pause(self, attempt: Changing | Look) -> None:
+        """Wait, unless the attempt failed because the members have a new generation."""
+        if not attempt.is_outdated:
             longest = _FIRST_BACKOFF * 2.0 ** min(self.failures, _DOUBLINGS)
             self._limit.sleep(min(self._limit.seconds, random.uniform(0, longest)))
         self.failures += 1

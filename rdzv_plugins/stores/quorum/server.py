@@ -36,6 +36,7 @@ from rdzv_plugins.stores.quorum.wire import (
     BREAKS,
     CLIENT,
     NODE,
+    HostPort,
     SecretError,
     Wire,
     addresses,
@@ -46,37 +47,35 @@ from rdzv_plugins.stores.quorum.wire import (
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.05
-# Between two looks at who is to be dialled, and how long a connection may take.
+# How often it looks for peers to dial, and how long it tries one place.
 _LOOK_SECONDS, _DIAL_SECONDS = 0.1, 1.0
-# A peer's copy holds all registers.
+# A frame of a peer may hold a copy of all registers.
 _MOST_FROM_PEER = 2 * MOST_BYTES
 _MOST_FROM_CLIENT = 4 << 20
 _MOST_CONNECTIONS, _BACKLOG = 20_000, 4096
-# A client with more unsent bytes does not read: its connection ends.
+# The member drops a client that leaves more bytes unread.
 _MOST_UNSENT = 64 << 20
 # How long a connection may take to prove the secret.
 _GREETING_SECONDS = 5.0
 
+_BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
+
 _decode_request = msgspec.msgpack.Decoder(tuple[int, Request]).decode
 _decode_message = msgspec.msgpack.Decoder(tuple[int, PeerMessage]).decode
-
-Place = tuple[str, int]
 
 
 class MemberThread(threading.Thread):
     """Runs a member until `stop`.
 
     Args:
-        listener: where it listens.
-        peers: for each member, the places where it may listen; none for itself.
-        index: of this member.
+        peers: for each member, the places where it may listen; none for this member.
         cluster, secret: as of `Wire`.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        peers: Sequence[Sequence[Place]],
+        peers: Sequence[Sequence[HostPort]],
         index: int,
         cluster: str,
         secret: bytes,
@@ -85,19 +84,20 @@ class MemberThread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._listener, self._places, self._index = listener, peers, index
         self._cluster, self._secret = cluster, secret
-        # Peers that have another secret, of which a line was logged.
+        # Peers with another secret; a line about each was logged.
         self._strange: set[int] = set()
         now = clock.now()
         incarnation = time.time_ns() // 1_000_000
         self.member = Member(index, len(peers), incarnation, now, random.Random())
         self._poll = selectors.DefaultSelector()
+        # By file descriptor.
         self._wires: dict[int, Wire] = {}
-        # By peer: the connection on which this member sends to it.
+        # By peer: the connection to it, and the connection that is being made.
         self._peers: dict[int, Wire] = {}
         self._dials: dict[int, Wire] = {}
         self._dial_at = now
         self._turn = 0
-        # By key: the connections that wait for it, each with the number of its request; and back.
+        # By key and connection: the number and the request that waits; by connection: the key.
         self._watches: dict[str, dict[int, tuple[int, Watch]]] = {}
         self._watched: dict[int, str] = {}
         self._ending = threading.Event()
@@ -110,12 +110,12 @@ class MemberThread(threading.Thread):
 
     @property
     def up(self) -> set[int]:
-        """The members that take part in the store, as far as this one knows."""
+        """The members that take part in the store, as far as this member knows."""
         return self.member.up(clock.now())
 
     @property
     def nodes(self) -> int:
-        """How many connections there are of nodes, for which the member stays."""
+        """How many connections of nodes there are; the member stays for them."""
         return sum(it.peer == NODE for it in [*self._wires.values()])
 
     def run(self) -> None:
@@ -134,7 +134,6 @@ class MemberThread(threading.Thread):
             self.join(seconds)
 
     def close(self) -> None:
-        """Close all sockets, which a forked child has too."""
         for wire in [*self._wires.values()]:
             wire.close()
         for line in (self._listener, self._waker, self._woken):
@@ -163,7 +162,7 @@ class MemberThread(threading.Thread):
         try:
             line, _ = self._listener.accept()
         except OSError as error:
-            # The listener stays ready: without a pause this loop would spin.
+            # The listener stays ready, so without a pause this loop would spin.
             if exhausted(error) is not None and not _raise_limit():
                 self._poll.unregister(self._listener)
             return
@@ -182,8 +181,7 @@ class MemberThread(threading.Thread):
 
     def _hold(self, wire: Wire) -> None:
         self._wires[wire.line.fileno()] = wire
-        events = selectors.EVENT_READ | selectors.EVENT_WRITE
-        self._poll.register(wire.line, events, wire)
+        self._poll.register(wire.line, _BOTH, wire)
 
     def _dial(self, now: float) -> None:
         """Dial each peer to which there is no connection, at one of its places at a time."""
@@ -204,7 +202,7 @@ class MemberThread(threading.Thread):
         if number not in self._wires:
             return
         with contextlib.suppress(OSError):
-            wire.flush()  # The other side learns from the greeting whom it has dialled.
+            wire.flush()  # The greeting tells the other side which member it has dialled.
         self._poll.unregister(wire.line)
         del self._wires[number]
         wire.close()
@@ -249,8 +247,7 @@ class MemberThread(threading.Thread):
 
     def _flush(self, wire: Wire) -> None:
         wire.flush()
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.unsent else 0)
-        self._poll.modify(wire.line, wanted, wire)
+        self._poll.modify(wire.line, _BOTH if wire.unsent else selectors.EVENT_READ, wire)
 
     # Messages.
 
@@ -262,7 +259,7 @@ class MemberThread(threading.Thread):
             took_part = self.member.takes_part, self.member.generation
             self._deliver(self.member.hear(wire.peer, message, now))
             if (self.member.takes_part, self.member.generation) != took_part:
-                self._refuse_all()
+                self._refuse_watches()
             return
         if wire.unsent > _MOST_UNSENT:
             raise ConnectionError("it reads nothing")
@@ -270,23 +267,22 @@ class MemberThread(threading.Thread):
         answer: Any = self.member.answer(request, now)
         if isinstance(request, Watch) and isinstance(answer, Found) and not answer.held:
             line = wire.line.fileno()
-            self._forget_watch(line)  # A client has one request at a time: it gave that one up.
+            self._forget_watch(line)  # The client has given up its earlier watch.
             self._watches.setdefault(request.key, {})[line] = number, request
             self._watched[line] = request.key
             return
         wire.send(encode(number, answer))
         if isinstance(answer, Accepted) and isinstance(request, Accept):
-            self._tell(request.key, now)
+            self._answer_watches(request.key, now)
 
-    def _tell(self, key: str, now: float) -> None:
-        """Answer those who wait for this register."""
+    def _answer_watches(self, key: str, now: float) -> None:
         waiting = self._watches.pop(key, {})
         for number, (request_number, request) in waiting.items():
             del self._watched[number]
             self._send(number, encode(request_number, self.member.answer(request, now)))
 
-    def _refuse_all(self) -> None:
-        """Have all look again: this member left its generation, or began another one."""
+    def _refuse_watches(self) -> None:
+        """Make the clients ask again, because this member's generation has changed."""
         watches, self._watches = self._watches, {}
         self._watched.clear()
         for waiting in watches.values():
@@ -303,7 +299,7 @@ class MemberThread(threading.Thread):
     def _deliver(self, sent: Sent) -> None:
         for peer, message in sent:
             wire = self._peers.get(peer)
-            # A copy may be large, and is asked for until it has come.
+            # A copy may be large, and the peer repeats its request until a copy arrives.
             if wire is not None and not (wire.unsent and isinstance(message, Copied)):
                 self._send(wire.line.fileno(), encode(0, message))
 
@@ -317,7 +313,7 @@ class MemberThread(threading.Thread):
 
 
 def _raise_limit() -> bool:
-    """Have room for more connections: a process may open 1,024, and more if it asks."""
+    """Allow this process more open files than the usual 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 4 * soft if hard == resource.RLIM_INFINITY else min(4 * soft, hard)
     if soft == resource.RLIM_INFINITY or wanted <= soft:
@@ -330,7 +326,7 @@ _threads: weakref.WeakSet[MemberThread] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    # A forked child, which may outlive the agent, would keep the port, and lead clients there.
+    # A forked child that outlives the agent would keep the port, and clients would connect to it.
     for thread in [*_threads]:
         thread.close()
 

@@ -1,6 +1,6 @@
-"""One TCP connection to or from a member: frames, and a greeting.
+"""A TCP connection to or from a member: frames, and a greeting.
 
-In the greeting both sides prove that they know the secret, which nobody sends.
+In the greeting both sides prove that they know the secret; neither sends it.
 """
 
 from __future__ import annotations
@@ -23,38 +23,41 @@ from rdzv_plugins import clock
 from rdzv_plugins.stores._names import AddressInfo, look_up
 
 CLIENT, NODE = -1, -2
-"""The index of a client in a greeting, and of one for which the members stay."""
+"""Indexes in the greeting of a client, and of a node, which the members stay for."""
 
 STRANGER_BYTES = 1 << 10
-"""The largest frame of somebody who has not proved to know the secret."""
+"""The largest frame before the other side has proved that it knows the secret."""
+
+ALIKE = "name the same hosts, by the same names, on all nodes"
+
+HostPort = tuple[str, int]
+"""A host and a port."""
 
 _VERSION = 1
 _LENGTH = struct.Struct(">I")
 _READ_BYTES = 1 << 18
 
-# A host that answers nothing for so long counts as gone, be it that data is under way or none.
+# The other host counts as gone if it leaves data unacknowledged for `_SILENT_SECONDS`, or if an
+# idle connection has no answer after `_IDLE_SECONDS`.
 _SILENT_SECONDS, _IDLE_SECONDS = 2, 10
-# How long a name may take that was never resolved; its look-up goes on meanwhile.
+# How long the first look-up of a name may delay the caller; the look-up goes on in a thread.
 _RESOLVER_SECONDS = 0.05
-_looked_up: set[tuple[str, int]] = set()
-
-
-ALIKE = "name the same hosts, by the same names, on all nodes"
+_looked_up: set[HostPort] = set()
 
 
 class OtherClusterError(Exception):
-    """The other side is no member of this cluster."""
+    """The other side is not of this cluster."""
 
 
 class SecretError(Exception):
-    """The other side does not know this secret, or refuses what this side says of it."""
+    """One side does not have the secret of the other."""
 
 
-# What `msgspec` raises for a frame that somebody else made.
+# What `msgspec` raises for a frame that another program sent.
 _NONSENSE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
 
 BREAKS = OSError, *_NONSENSE, OtherClusterError, SecretError
-"""What ends a connection: it broke, or the other side is not of this cluster."""
+"""The errors that end a connection."""
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -68,18 +71,17 @@ _decode_hello = msgspec.msgpack.Decoder(_Hello).decode
 
 
 class Wire:
-    """A connection. Neither side reads or sends a request before both have proved the secret.
+    """A connection. Both sides prove the secret before either sends or reads a request.
 
     Args:
-        line: a socket; it becomes non-blocking.
-        cluster: the members' name for their cluster.
-        secret: what both sides must know; empty: none is needed.
+        line: the socket; it becomes non-blocking.
+        secret: empty: no secret is needed.
         index: of the member on this side, or `CLIENT` or `NODE`.
-        accepted: the other side has dialled.
-        most: the largest frame that is read once the other side has proved the secret.
+        accepted: whether the other side has dialled.
+        most: the largest frame in bytes, once the other side has proved the secret.
 
     Attributes:
-        since: when it was made, by `rdzv_plugins.clock`.
+        since: when the connection was made, by `rdzv_plugins.clock`.
         peer: the index of the other side; None: it has not proved the secret yet.
     """
 
@@ -99,24 +101,24 @@ class Wire:
         self._cluster, self._secret, self._accepted, self.most = cluster, secret, accepted, most
         self._mine = _Hello(_VERSION, cluster, index, secrets.token_bytes(16))
         self._theirs: _Hello | None = None
-        # The key of the frames, once both hellos are there; and how many each side has sent.
+        # The key that seals frames, once both hellos are known; how many frames each side sealed.
         self._key, self._sealed = b"", [0, 0]
         self._got, self._unsent = bytearray(), bytearray()
         self.send(msgspec.msgpack.encode(self._mine))
 
     @property
     def unsent(self) -> int:
-        """How many bytes the socket has not taken yet."""
+        """How many bytes wait for the socket."""
         return len(self._unsent)
 
     def send(self, frame: bytes) -> None:
-        """Send a frame, as soon as the other side takes it."""
+        """Queue a frame for `flush`."""
         if self.peer is not None:
             frame += self._seal(frame, self._accepted)
         self._unsent += _LENGTH.pack(len(frame)) + frame
 
     def flush(self) -> None:
-        """Send what the socket takes now; raises OSError."""
+        """Send as many bytes as the socket takes now; raises OSError."""
         try:
             while self._unsent:
                 del self._unsent[: self.line.send(self._unsent)]
@@ -124,7 +126,7 @@ class Wire:
             pass
 
     def receive(self) -> Iterator[bytes]:
-        """The frames that have come; raises OSError and the errors of the greeting."""
+        """The frames that have arrived; raises `BREAKS`."""
         try:
             data = self.line.recv(_READ_BYTES)
         except BlockingIOError:
@@ -154,7 +156,7 @@ class Wire:
             self._theirs = theirs = _decode_hello(frame)
             if (theirs.version, theirs.cluster) != (_VERSION, self._cluster):
                 raise OtherClusterError(f"'{theirs.cluster}' is there (version {theirs.version})")
-            # A server proves last: nobody gets a proof of it without the secret.
+            # The accepting side proves last, so that nobody without the secret gets its proof.
             if not self._accepted:
                 self.send(self._proof(self._mine, theirs))
             if self._secret:
@@ -164,7 +166,7 @@ class Wire:
             return
         if not hmac.compare_digest(frame, self._proof(self._theirs, self._mine)):
             if self._accepted:
-                self.send(b"")  # No proof: this side tells the other one that it is refused.
+                self.send(b"")  # An empty proof tells the other side that it is refused.
                 self.flush()
             raise SecretError
         if self._accepted:
@@ -172,12 +174,12 @@ class Wire:
         self.peer = self._theirs.index
 
     def _proof(self, by: _Hello, to: _Hello) -> bytes:
-        # It says whether the prover has accepted the connection: a proof cannot be sent back.
+        # The proof names the prover's role, so that nobody can return the other side's own proof.
         said = msgspec.msgpack.encode((by, to, self._accepted == (by is self._mine)))
         return hmac.new(self._secret, said, hashlib.sha256).digest()
 
     def _seal(self, frame: bytes, by_accepter: bool) -> bytes:
-        """Stands behind a frame: who passes a greeting on can add no frame, and change none."""
+        """The end of a frame. A relay of the greeting can then neither add nor change a frame."""
         self._sealed[by_accepter] += 1
         said = b"%d %d " % (by_accepter, self._sealed[by_accepter])
         return hmac.digest(self._key, said + frame, "sha256")[: len(self._key) // 2]
@@ -186,11 +188,11 @@ class Wire:
         self.line.close()
 
 
-def addresses(places: Iterable[tuple[str, int]]) -> list[AddressInfo]:
-    """Where these names and ports are; one whose look-up takes longer is left out, for now."""
+def addresses(places: Iterable[HostPort]) -> list[AddressInfo]:
+    """The addresses of these places, without names whose look-up is not done yet."""
     found: list[AddressInfo] = []
     for place in places:
-        # Only the first look waits: a resolver that hangs must not hold the other members up.
+        # Only the first look-up waits, so that a slow resolver does not delay the other members.
         seconds = 0 if place in _looked_up else _RESOLVER_SECONDS
         _looked_up.add(place)
         with contextlib.suppress(OSError, UnicodeError):
@@ -199,7 +201,7 @@ def addresses(places: Iterable[tuple[str, int]]) -> list[AddressInfo]:
 
 
 def dial(address: AddressInfo) -> socket.socket:
-    """A socket that is connecting; raises OSError."""
+    """A socket whose connection is being made; raises OSError."""
     family, kind, proto, _, place = address
     line = socket.socket(family, kind, proto)
     line.setblocking(False)
@@ -208,13 +210,13 @@ def dial(address: AddressInfo) -> socket.socket:
 
 
 def identify(host: str, port: int, cluster: str, secret: bytes, seconds: float) -> int:
-    """The index of the member that listens there.
+    """The index of the member that listens at ``host`` and ``port``.
 
     Raises:
-        OSError: nobody listens there, or does not answer in time.
-        OtherClusterError: a member of another cluster does.
-        SecretError: a member of this cluster does, and has another secret.
-        ValueError: another program does.
+        OSError: nothing listens there, or nothing answers in time.
+        OtherClusterError: a member of another cluster listens there.
+        SecretError: a member of this cluster, with another secret, listens there.
+        ValueError: another program listens there.
     """
     end = time.monotonic() + seconds
     line = socket.create_connection((host, port), seconds)
@@ -243,5 +245,5 @@ def _end_when_silent(line: socket.socket) -> None:
 
 
 def encode(number: int, message: Any) -> bytes:
-    """A frame with the number of a request, and the message."""
+    """A frame with the number of a request and a message."""
     return msgspec.msgpack.encode((number, message))
