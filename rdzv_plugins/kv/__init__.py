@@ -1,4 +1,4 @@
-"""The key-value contract (`contract`), in memory (`memory`), and as a base for stores (`base`)."""
+"""The key-value contract (`contract`), a store in memory (`memory`), the stores' base (`base`)."""
 
 from rdzv_plugins.kv.contract import (
     AccessDeniedError,

@@ -1,17 +1,17 @@
 """The key-value contract that every store implements.
 
-A client is bound to one namespace, ``<prefix>/<run id>/``; its keys are relative to it. Keys are
-non-empty ``str``, values ``bytes``. Every method except `wait` ends within the client's request
-timeout; only `add` may take twelve request timeouts, while other clients change the counter first.
-Every client is safe to use from several threads.
+A client is bound to one namespace, ``<prefix>/<run id>/``, and its keys are relative to it. Keys
+are non-empty ``str``, values ``bytes``. Every method except `wait` ends within the client's request
+timeout; `add` may take twelve request timeouts, if other clients keep changing the counter. Every
+client is safe to use from several threads.
 
 Errors: `RendezvousConnectionError` (the store could not be reached within the request timeout), its
 subclasses `AccessDeniedError` (the store answers, and refuses this client) and `ClientClosedError`
 (`close` was called), `RendezvousStateError` (a value is unreadable or larger than the store's
-limit), `ValueError` (a bad option; the message names the option and what is allowed).
+limit), `ValueError` (a bad option; the message names the option and the allowed values).
 
-They need no torch. Wherever torch meets them, they are its own errors of the same names as well:
-``rdzv_plugins.torch`` sees to that. A client raises those of this module, not torch's.
+Clients raise the errors of this module, which needs no torch. Once ``rdzv_plugins.torch`` is
+imported, each of them is also a subclass of torch's error of the same name.
 """
 
 from __future__ import annotations
@@ -49,36 +49,34 @@ __all__ = [
 Version = Hashable
 """Opaque. Equal versions of a key mean equal bytes, also across deletes and restarts."""
 
-
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The errors of a JSON decoder for bytes that this package did not write: damaged, or another's."""
-
+"""The errors of a JSON decoder for damaged or foreign bytes."""
 
 _COUNTER = re.compile(rb"-?[0-9]{1,19}")
 
 
 class RendezvousError(Exception):
-    """The error of a store's client, except for a bad option."""
+    """The base of the errors of a store's client; a bad option raises `ValueError`."""
 
 
 class RendezvousConnectionError(RendezvousError):
-    """The store could not be reached within the request timeout; trying again may help."""
+    """The store could not be reached within the request timeout; a retry may help."""
 
 
 class RendezvousStateError(RendezvousError):
-    """The store answers, but a value is unreadable or too large: trying again is of no use."""
+    """The store answers, but a value is unreadable or too large; a retry does not help."""
 
 
 class AccessDeniedError(RendezvousConnectionError):
     """The store answers, and refuses this client: its credentials, its rights, its certificate.
 
-    The store lives, and other clients may reach it. The error is raised only for an answer of the
-    server's own, never where this client does not trust the server.
+    Only an answer of the server raises this error. If this client does not trust the server, the
+    error is a `RendezvousConnectionError`.
     """
 
 
 class LateCredentialsError(RendezvousConnectionError):
-    """This host has no credentials, and may get them yet: its metadata service may come later."""
+    """This host has no credentials yet; its metadata service may start later."""
 
 
 class ClientClosedError(RendezvousConnectionError):
@@ -88,7 +86,7 @@ class ClientClosedError(RendezvousConnectionError):
         super().__init__(f"the connection to {where} is closed")
 
 
-# msgspec's structs are made three times as fast as dataclasses: a leader lists thousands.
+# A msgspec struct is created three times as fast as a dataclass; a leader lists thousands.
 class Entry(msgspec.Struct, frozen=True):
     """A value and the version under which it was read."""
 
@@ -104,9 +102,9 @@ class Capabilities:
         push: the store wakes `KeyValueClient.wait`; False: `wait` polls the store.
         linearizable: a read returns the latest completed write of any client.
         batch: `put_many`, `get_many` and `list` are one round trip each.
-        ttl: the server itself deletes an expired namespace; False: it only reads as empty.
-        max_value_bytes: the largest value; a larger one raises `RendezvousStateError`.
-        atomic: of how many keys a `put_many` is written as a whole or not at all.
+        ttl: the server itself deletes an expired namespace; False: the namespace reads as empty.
+        max_value_bytes: the largest value; a larger value raises `RendezvousStateError`.
+        atomic: a `put_many` with this number of keys is written as a whole or not at all.
     """
 
     push: bool
@@ -118,7 +116,7 @@ class Capabilities:
 
 
 class MembersUp(msgspec.Struct, frozen=True):
-    """How many members of a store are up, of how many; a majority is needed for each request."""
+    """How many of a store's members are up; each request needs a majority."""
 
     up: int
     size: int
@@ -126,73 +124,73 @@ class MembersUp(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         more = self.up - (self.size // 2 + 1)
         survives = f"survives the loss of {more or 'none'}{' more' if more > 0 else ''}"
-        told = survives if more >= 0 else "has no majority, so nothing can be written"
-        return f"{self.up} of {self.size} members of the store are up; it {told}"
+        state = survives if more >= 0 else "has no majority, so nothing can be written"
+        return f"{self.up} of {self.size} members of the store are up; it {state}"
 
 
 class KeyValueClient(ABC):
     """A connection to one namespace of a store.
 
-    The constructor connects: an unreachable store, a wrong password or a bad option is raised
-    there, not at the first request.
+    The constructor connects: it raises the error of an unreachable store, a wrong password or a bad
+    option.
     """
 
     name: ClassVar[str]
-    """The store's name in messages, usually that of ``--rdzv-backend``."""
+    """The store's name in messages, usually the name of its ``--rdzv-backend``."""
 
     options: ClassVar[type[Any]]
     """The class of its options, a `settings.options.StoreOptions`. `open_client` makes a client
-    with ``(endpoint, namespace, options, request_timeout)``, the last in seconds."""
+    with ``(endpoint, namespace, options, request_timeout)``; the timeout is in seconds."""
 
     capabilities: ClassVar[Capabilities]
 
     heartbeat_ms: ClassVar[float | None] = None
-    """Milliseconds of the server's processor time that a node's heartbeat takes, with what it reads
-    then; None: not measured. ``rdzv check`` tells by it which interval fits how many nodes."""
+    """Milliseconds of the server's CPU per heartbeat of a node, with the reads that belong to it;
+    None: not measured. ``rdzv check`` derives from it how many nodes an interval suits."""
 
     default_port: ClassVar[int | None] = None
-    """Where a server listens if the endpoint names no port; None: as the endpoint's scheme says."""
+    """The server's port if the endpoint names none; None: the endpoint's scheme decides."""
 
     tls_schemes: ClassVar[tuple[str, ...]] = ("https",)
     """The schemes of an endpoint that ask for TLS."""
 
     begins_with_tls: ClassVar[bool] = True
-    """With TLS, a connection begins with its handshake; False: the server is asked first."""
+    """A TLS connection begins with the handshake; False: the client first asks the server."""
 
     user_is_token: ClassVar[bool] = False
-    """Whether a user without a password, in the endpoint, is a secret."""
+    """Whether the endpoint's user without a password is a secret."""
 
     run_by: ClassVar[str] = "servers"
-    """What the endpoint names: ``servers``; ``agents`` of the same servers, of which each host may
-    have its own; or ``nodes`` of the run, which keep the store up themselves (`attend`)."""
+    """What the endpoint names: ``servers``; ``agents`` of the same servers, perhaps one on each
+    host; or ``nodes`` of the run, which run the store themselves (`attend`)."""
 
     sealed: ClassVar[bool] = False
-    """Nobody without the run's secret can have written what it reads."""
+    """Whether the client returns only values that a holder of the run's secret wrote."""
 
     on_retry: Callable[[], object] | None = None
-    """Called before each attempt after a request's first, by a client that makes several."""
+    """Called before each further attempt at a request."""
 
     longest_poll: float = 0.1
-    """Seconds between two polls of `wait` at most, where the store cannot push."""
+    """The longest pause in seconds between two polls of `wait`, if the store cannot push."""
 
     @abstractmethod
     def get(self, key: str) -> Entry | None:
-        """Read a key; linearizable. None: it does not exist."""
+        """Read a key; linearizable. None: the key does not exist."""
 
     @abstractmethod
     def compare_and_set(
         self, key: str, value: bytes, expected: Version | None
     ) -> tuple[Entry | None, bool]:
-        """Write if the key's version is ``expected`` (None: if it does not exist); atomic.
+        """Write if the key's version is ``expected`` (None: if the key does not exist); atomic.
 
         Returns the new entry and True, or the current entry (None: there is none) and False. A
-        version that no read or write returned is refused; it is no error. After a lost answer the
+        version that no read or write returned is refused without an error. After a lost answer the
         client reads the key back before it returns.
         """
 
     @abstractmethod
     def put(self, key: str, value: bytes) -> Version:
-        """Write unconditionally; returns the new version."""
+        """Write unconditionally, and return the new version."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -207,8 +205,8 @@ class KeyValueClient(ABC):
         """Add to a decimal counter (absent: 0) and return the sum; atomic.
 
         Raises `RendezvousStateError` if the value is not a decimal integer, and
-        `RendezvousConnectionError` if the answer was lost: the store may or may not have added, so
-        a retry could count twice.
+        `RendezvousConnectionError` if the answer was lost. Then the store may have added already,
+        and a retry could count twice.
         """
 
     @abstractmethod
@@ -216,32 +214,32 @@ class KeyValueClient(ABC):
         """Return the entry as soon as its version differs from ``version``.
 
         ``version`` None: as soon as the key exists. Returns None after ``timeout`` seconds, on
-        `interrupt` and on `close`; a deletion need not wake it. A change between the read that
-        returned ``version`` and this call is never missed.
+        `interrupt` and on `close`; a deletion need not end the wait. It never misses a change since
+        the read that returned ``version``.
         """
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Make every `wait` that is parked now return None; the client stays usable.
+        """Make every current `wait` return None; the client stays usable.
 
         Sends nothing to the store and never blocks, even while the store hangs. Does not end a
-        `wait` that begins afterwards. Several threads may call it at once.
+        later `wait`. Several threads may call it at once.
         """
 
     @abstractmethod
     def expire(self, seconds: float) -> None:
-        """Let the whole namespace read as empty from ``seconds`` from now on.
+        """Set the deadline, ``seconds`` from now, after which the whole namespace reads as empty.
 
-        This includes later writes of this client, and of clients that have read a key since the
-        call. A later call moves the deadline forward or back. 0: at once; clients that know of the
-        call also cancel earlier deadlines, so that later writes stay. Expired keys never come back,
-        and a run that begins afterwards has no deadline until one is set. Measured on the server's
-        clock if the store has one.
+        The deadline covers later writes of this client, and of clients that have read a key since
+        the call. A later call moves it forward or back. 0: the namespace is empty at once, and
+        earlier deadlines end, so that later writes stay. Expired keys never come back, and a run
+        that begins afterwards has no deadline until a client sets one. The server's clock counts,
+        if the store has one.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release the connection and wake every waiter; idempotent.
+        """Release the connection and end every `wait`; idempotent.
 
         Later calls raise `ClientClosedError`; a later `wait` returns None.
         """
@@ -252,9 +250,9 @@ class KeyValueClient(ABC):
         return {key: entry for key, entry in found.items() if entry is not None}
 
     def put_many(self, values: Mapping[str, bytes]) -> None:
-        """Write several keys, in order; atomic only for as many as `Capabilities.atomic` says.
+        """Write several keys, in order; atomic for the numbers of keys in `Capabilities.atomic`.
 
-        Where a killed client or a lost connection ends a larger one, its first keys may be written.
+        If the client is killed, or loses its connection, only the first keys may be written.
         """
         for key, value in values.items():
             self.put(key, value)
@@ -265,34 +263,34 @@ class KeyValueClient(ABC):
             self.delete(key)
 
     def hold(self, callers: int) -> None:  # noqa: B027 - most stores limit none
-        """Open and keep the connections that so many callers need at a time.
+        """Open and keep the connections that ``callers`` concurrent callers need.
 
-        It does nothing where all share one, or no server limits them. Raises
-        `RendezvousConnectionError` where the server has too few left.
+        Only stores whose servers limit connections do anything. Raises
+        `RendezvousConnectionError` if the server has too few left.
         """
 
     def inspect(self) -> Iterable[Finding]:
-        """This store's findings of its server, for `rdzv check`: its version, role, rights.
+        """Findings about the server for `rdzv check`: its version, role, rights.
 
-        Reads only, and changes nothing on the server. What the user may not ask is a finding with
-        `Mark.UNKNOWN`. Raises `RendezvousConnectionError`.
+        Only reads. If the user may not ask for something, the finding has `Mark.UNKNOWN`. Raises
+        `RendezvousConnectionError`.
         """
         return ()
 
     def members_up(self) -> MembersUp | None:
-        """How the members of a store stand that the nodes of a run keep up; None: it has none.
+        """The members of a store that nodes run; None: the store has servers.
 
         Raises `RendezvousConnectionError`.
         """
         return None
 
     def why_absent(self, prefix: str) -> str:
-        """Why all that stands under a prefix counts as absent, for people; "": it does not."""
+        """Why no key under a prefix is readable to this client, for people; "": some are."""
         return ""
 
     @classmethod
     def locate(cls, endpoint: str) -> Place:
-        """Where an endpoint says that the servers are; no host of one that this cannot parse."""
+        """The servers' hosts, from the endpoint; none if the endpoint is malformed."""
         scheme, found, _ = endpoint.strip().lower().partition("://")
         if found and scheme == "unix":
             return Place(on_socket=True)
@@ -307,20 +305,20 @@ class KeyValueClient(ABC):
 
     @classmethod
     def of_run(cls, options: Any, run_id: str) -> Any:
-        """The options of a client for this run; a store may derive some from the run's id."""
+        """The options of a client for this run; a store may derive options from the run's id."""
         return options
 
     @classmethod
     def attend(
         cls, endpoint: str, options: Any, local_addr: str | None, run_id: str
     ) -> Attendance | None:
-        """Begin a node's part in a store that the nodes of a run keep up; None: a server is there.
+        """Begin this node's part in a store that nodes run; None: the store has servers.
 
         Args:
             endpoint, run_id: as given to torchrun.
             options: of the class `options`.
-            local_addr: as given to torchrun, else this host's address as ``interface`` and
-                ``network`` say; None: none of them is given.
+            local_addr: as given to torchrun, or the address that ``interface`` or ``network``
+                selects; None: none of them is given.
         """
         return None
 
@@ -328,15 +326,15 @@ class KeyValueClient(ABC):
     def inspect_attendance(
         cls, endpoint: str, options: Any, local_addr: str | None
     ) -> Generator[Finding, None, bool]:
-        """For `rdzv check`, what `attend` would find; the arguments are those of it.
+        """Findings for `rdzv check` about `attend`, whose arguments it has.
 
-        Yields its findings, and returns whether there is a store by now that can be tried.
+        Yields the findings, and returns whether the store can be tried now.
         """
         yield from ()
         return True
 
     def check_size(self, key: str, value: bytes) -> None:
-        """Raise `RendezvousStateError`, naming the limit, for a value that is too large."""
+        """Raise `RendezvousStateError`, with the limit, if the value is too large."""
         limit = self.capabilities.max_value_bytes
         if len(value) > limit:
             raise RendezvousStateError(
@@ -346,40 +344,39 @@ class KeyValueClient(ABC):
 
 
 class Attendance(ABC):
-    """A node's part in a store that the nodes of a run keep up themselves."""
+    """A node's part in a store that the nodes of a run run themselves."""
 
     @abstractmethod
     def open(self, connect: Callable[[], KeyValueClient], patience: float) -> KeyValueClient:
-        """Wait until the store can be used, and connect.
+        """Wait until the store is usable, and connect.
 
         Raises:
-            RendezvousConnectionError: that took longer than ``patience`` seconds; or what
-                ``connect`` raises.
+            RendezvousConnectionError: the wait took longer than ``patience`` seconds.
         """
 
     @abstractmethod
     def member_runs(self) -> bool:
-        """Whether this host's part of the store runs; the first call has it started.
+        """Whether this host's member of the store runs; the first call starts it.
 
         Raises:
-            ValueError: it is to have none.
+            ValueError: this host has no member.
         """
 
     @abstractmethod
     def stay(self) -> None:
-        """This node is drained: a `close` that comes is to wait for the others, however long."""
+        """Make `close` wait for the other nodes without a limit, because this node is drained."""
 
     @abstractmethod
     def hurry(self) -> None:
-        """The process was told to end: a `close` that runs, or that comes, is to be short."""
+        """Make a current or later `close` short, because the process must end."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it, once no other node needs it, or after a time; idempotent."""
+        """End this part once no other node needs it, or after a time; idempotent."""
 
 
 def parse_counter(key: str, value: bytes) -> int:
-    """The integer in a counter's value, of 64 bits; raises `RendezvousStateError` for another."""
+    """The 64-bit integer in a counter's value; raises `RendezvousStateError` for another value."""
     if _COUNTER.fullmatch(value) is None or not -(1 << 63) <= int(value) < 1 << 63:
         raise RendezvousStateError(f"the value of '{key}' is not a counter")
     return int(value)

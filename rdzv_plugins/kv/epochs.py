@@ -1,17 +1,16 @@
 """Expiry for stores whose server does not delete a run by itself.
 
-The keys of a run have paths, ``<epoch>/<key>``. The run's mark, at the path `MARK`, names the
-present epoch, and says after how many seconds the epoch is over, by the server's clock. A client
-reads the mark again once what it knows of it is `EpochClient.mark_seconds` old; so no deadline is
-nearer than that, and every client knows a deadline before it passes.
+Each key of a run has the path ``<epoch>/<key>``. The run's mark, at the path `MARK`, names the
+current epoch and its length in seconds by the server's clock. A client reads the mark again after
+`EpochClient.mark_seconds`. No deadline is nearer, so every client knows a deadline in time.
 
-- Once the epoch is over, the run reads as empty. The next write, or the next ``expire``, begins
-  another epoch, which has no deadline, and deletes the keys of the last one.
+- Once the epoch is over, the run reads as empty. The next write or ``expire`` begins an epoch
+  without a deadline, and deletes the keys of the last epoch.
 - A waiter that finds the epoch over waits for another mark.
-- A client whose clock is late may for that time read and write in the old epoch, and loses that.
-- ``expire(0)`` deletes the keys, and keeps the epoch: clients that know only the old mark go on.
-- Each ``expire`` also deletes some other runs under the prefix that are over, where the store can
-  list them (`EpochClient._sweep`). No client deletes a run because it reads it.
+- A client whose clock is slow may still write in the old epoch, and loses these writes.
+- ``expire(0)`` deletes the keys and keeps the epoch, so that clients with the old mark go on.
+- Each ``expire`` also deletes some other runs under the prefix that are over, if the store can list
+  them (`EpochClient._sweep`). Reading a run never deletes it.
 """
 
 from __future__ import annotations
@@ -33,19 +32,18 @@ from rdzv_plugins.kv.gate import SMALL_BYTES, RefusedValueError, Seconds, decode
 MARK = "!"
 """The path of the mark."""
 
-# A deadline lies at least this many times `EpochClient.mark_seconds` ahead.
+# The nearest deadline, in `EpochClient.mark_seconds`.
 _MARGIN = 1.2
-# A waiter looks at the mark this often, in seconds, while its key stays as it was.
+# How often a waiter reads the mark while its key does not change.
 _UNCHANGED_SECONDS = 10.0
 
 
 class Epoch(msgspec.Struct, frozen=True):
-    """An epoch, as the mark has it; a run without a mark is in the one by default.
+    """The value of a mark; a run without a mark has the default epoch.
 
     Attributes:
-        name: precedes the keys.
-        lasts: seconds after which it is over; None: it has no deadline.
-        since: from when on its age counts, as `EpochClient._stamp` told it.
+        lasts: the epoch's length in seconds; None: it has no deadline.
+        since: the beginning of the epoch, from `EpochClient._stamp`.
     """
 
     name: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{1,16}\Z")] = "0"
@@ -54,7 +52,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, stored: Stored | None) -> Epoch:
-        """What a mark has; one that this package did not write counts as absent."""
+        """Parse a mark; a foreign mark counts as absent."""
         with suppress(RefusedValueError):
             if stored is not None and stored.version:
                 return decode(_epochs, stored.value, SMALL_BYTES)
@@ -65,7 +63,7 @@ _epochs = msgspec.json.Decoder(Epoch)
 
 
 class _Known(NamedTuple):
-    """What a client knows of the mark; ``over``: when the epoch is, in monotonic seconds."""
+    """The mark that a client has read; ``over`` is the epoch's end in monotonic seconds."""
 
     epoch: Epoch = Epoch()
     stored: Stored | None = None
@@ -80,16 +78,16 @@ class _Known(NamedTuple):
 
 
 class EpochClient(StoreClient):
-    """The hooks of `StoreClient` on hooks that know no expiry, for paths instead of keys."""
+    """Adds expiry: it implements the hooks of `StoreClient` with simpler hooks for paths."""
 
     mark_seconds: ClassVar[float] = 0.25
-    """Seconds for which a client believes what it knows of the mark."""
+    """How old a client's mark may become, in seconds."""
 
     def __init__(self, where: str, request_timeout: float) -> None:
         super().__init__(where, request_timeout)
         self._known, self._asked = _Known(), -math.inf
 
-    # The hooks of a store, each as that of `StoreClient`.
+    # The hooks of a store; each does what its namesake in `StoreClient` does, for paths.
 
     @abstractmethod
     def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]: ...
@@ -113,27 +111,24 @@ class EpochClient(StoreClient):
         return super()._park(path, seen, limit)
 
     def _server_time(self) -> float:
-        """Seconds on the server's clock, as its last answer told; for the two hooks that follow."""
+        """The server's clock in seconds, from its last answer; for `_stamp` and `_age`."""
         return 0.0
 
     def _stamp(self, lasts: float, limit: Limit) -> str:
-        """A number for the mark of an epoch that lasts so long, by which to tell its age."""
+        """The beginning of an epoch, for its mark."""
         return f"{self._server_time():.3f}"
 
     def _age(self, epoch: Epoch, mark: Stored, limit: Limit) -> float:
-        """Seconds since the mark was written, by the server's clock.
-
-        Asked once for each mark, and again once that seems to be over.
-        """
+        """Seconds since the mark was written, by the server's clock."""
         return self._server_time() - float(epoch.since)
 
     def _empty(self, epoch: str, limit: Limit) -> bool:
-        """Delete the keys of an epoch; False: some cannot be deleted."""
+        """Delete the keys of an epoch; False: some keys cannot be deleted."""
         self._delete_at(self._scan_at(f"{epoch}/", limit), limit)
         return True
 
     def _has_ended(self, mark: Stored, limit: Limit, longer: float = 0.0) -> bool:
-        """Whether the epoch of a mark, perhaps another run's, has been over for so many seconds."""
+        """Whether the epoch of a mark, perhaps another run's, ended ``longer`` seconds ago."""
         epoch = Epoch.of(mark)
         lasts = epoch.lasts
         return lasts is not None and self._age(epoch, mark, limit) >= lasts + longer
@@ -208,17 +203,15 @@ class EpochClient(StoreClient):
         with suppress(TimeoutError):
             self._sweep(limit.within(limit.seconds / 2))
 
-    # The mark.
-
     def _present(self, limit: Limit, fresh: bool = False) -> _Known:
-        """The mark, which may be over."""
+        """The mark; its epoch may be over."""
         known = self._known
         if fresh or known.is_over or time.monotonic() >= self._asked + self.mark_seconds:
             known = self._learn_mark(limit)
         return known
 
     def _living(self, limit: Limit, fresh: bool = False) -> _Known:
-        """The mark of an epoch that is not over; begins another epoch if it is."""
+        """The mark of an epoch that is not over; begins another epoch if necessary."""
         known = self._present(limit, fresh)
         while known.is_over:
             last = known.epoch.name
@@ -238,7 +231,7 @@ class EpochClient(StoreClient):
             if stored is not None and epoch.lasts is not None:
                 over = time.monotonic() + epoch.lasts - self._age(epoch, stored, limit)
             known = _Known(epoch, stored, over)
-        # A thread whose answer came late must not make it look newer than it is.
+        # Threads read the mark concurrently; a late answer must not replace a newer one.
         if asked >= self._asked:
             self._known, self._asked = known, asked
         return known
@@ -247,7 +240,7 @@ class EpochClient(StoreClient):
         self._write_mark(known, Epoch(secrets.token_hex(4)), limit)
 
     def _write_mark(self, known: _Known, epoch: Epoch, limit: Limit) -> bool:
-        """Replace the mark, if it is the one that is known; this client reads it then."""
+        """Replace the mark if it is still ``known``; the next `_present` reads it again."""
         written = self._replace_at(MARK, stamped(msgspec.json.encode(epoch)), known.stored, limit)
         self._asked = -math.inf
         return written

@@ -1,4 +1,4 @@
-"""Findings of `rdzv check`, one line each. Stores yield theirs in `KeyValueClient.inspect`."""
+"""Findings of `rdzv check`. Each store yields its own in `KeyValueClient.inspect`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-# A server of which so much is taken has little left.
-_MUCH = 0.9
+# The used part of a server's space from which a finding warns.
+_NEARLY_FULL = 0.9
 
 
 class Mark(StrEnum):
@@ -19,7 +19,7 @@ class Mark(StrEnum):
 
     OK = "ok"
     UNKNOWN = "unknown"
-    """It could not be made, and is no reason to doubt."""
+    """The check could not be made, which is no reason for doubt."""
     WARNING = "warning"
     """A job works, but not as well as it could, or not in every case."""
     FAILED = "failed"
@@ -27,12 +27,12 @@ class Mark(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line.
+    """One line of a report.
 
     Attributes:
-        what: what was checked, in a word or two: "version", "rights".
-        found: what was found.
-        advice: what to do about it; "": nothing.
+        what: the subject, in a word or two: "version", "rights".
+        found: the result.
+        advice: what the user should do; "": nothing.
         values: the figures in ``found``, by name, for programs.
     """
 
@@ -45,17 +45,16 @@ class Finding(msgspec.Struct, frozen=True):
     @property
     def line(self) -> str:
         """The finding without its mark."""
-        told = f"{self.what}: {self.found}"
-        mark = "" if told.endswith("?") else ";"
-        return f"{told}{mark} {self.advice}" if self.advice else told
+        text = f"{self.what}: {self.found}"
+        mark = "" if text.endswith("?") else ";"
+        return f"{text}{mark} {self.advice}" if self.advice else text
 
 
 def of_version(server: str, version: str, least: tuple[int, ...]) -> Finding:
-    """Whether a server's version, such as "7.0.15" or "3.4.0-rc.1", is one that its store supports.
+    """Whether a version, such as "7.0.15" or "3.4.0-rc.1", is supported.
 
     Args:
-        server: its name, for people.
-        least: the first version that is supported; () means all.
+        least: the first supported version; (): all are supported.
     """
     needed = ".".join(map(str, least))
     leading = re.match(r"\d+(\.\d+)*", version)
@@ -72,12 +71,11 @@ def of_version(server: str, version: str, least: tuple[int, ...]) -> Finding:
 def of_connection(
     encrypted: bool, secret: bool, hosts: Iterable[str], verified: bool = True
 ) -> Finding:
-    """TLS or plain.
+    """Whether the connection is encrypted.
 
     Args:
-        secret: a password or token is sent as it is.
-        hosts: of the endpoint.
-        verified: an encrypted connection's certificate and name were verified.
+        secret: the client sends a password or token in clear text.
+        verified: whether the certificate and the name were verified.
     """
     values = {"tls": encrypted, "verified": encrypted and verified}
     if encrypted and verified:
@@ -92,7 +90,7 @@ def of_connection(
 
 
 def of_space(used: int, most: int, advice: str) -> Finding:
-    """Whether a server has room for writes, in bytes; ``most`` 0: it has no limit that is known."""
+    """Whether a server has room for writes, in bytes; ``most`` 0: its limit is unknown."""
     values = {"used_bytes": used, "max_bytes": most}
     if not most:
         return Finding(
@@ -101,7 +99,7 @@ def of_space(used: int, most: int, advice: str) -> Finding:
     found = f"{used:,} of {most:,} bytes are used"
     if used >= most:
         return Finding(Mark.FAILED, "space", f"{found}: writes are refused", advice, values)
-    if used >= _MUCH * most:
+    if used >= _NEARLY_FULL * most:
         found = f"{found}: little is left, and a full server takes no writes"
         return Finding(Mark.WARNING, "space", found, advice, values)
     return Finding(Mark.OK, "space", found, values=values)

@@ -1,4 +1,4 @@
-"""The contract within one process: the reference for every store, and the store of fast tests."""
+"""A store in one process: the reference of the contract, and the store of fast tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rdzv_plugins.kv.contract import (
 
 @dataclass(slots=True)
 class MemoryServer:
-    """The state that the clients of one in-memory store share."""
+    """The shared state of an in-memory store's clients."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     namespaces: dict[str, dict[str, Entry]] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class MemoryServer:
     writes: int = 0
 
     def keys(self, namespace: str) -> dict[str, Entry]:
-        """The live namespace; call it with ``changed`` held."""
+        """The namespace, empty if it has expired; the caller holds ``changed``."""
         if time.monotonic() >= self.deadlines.get(namespace, float("inf")):
             del self.deadlines[namespace]
             self.namespaces.pop(namespace, None)
@@ -55,7 +55,7 @@ class MemoryClient(KeyValueClient):
     def _write(self, key: str, value: bytes) -> Entry:
         self.check_size(key, value)
         self._server.writes += 1
-        # A str: with int versions, the token True would equal version 1.
+        # A str, because the version True would equal the version 1.
         entry = Entry(bytes(value), str(self._server.writes))
         self._keys()[key] = entry
         self._server.changed.notify_all()

@@ -20,19 +20,17 @@ def retry(
     sleep: Callable[[float], None] | None = None,
     failed: Exception | None = None,
 ) -> T:
-    """Call ``request`` until it returns, at most ``timeout`` seconds long.
+    """Call ``request`` until it returns.
 
     Args:
-        request: raises what the store's client raises.
         timeout: seconds; no attempt starts afterwards.
-        retryable: whether another attempt may succeed after this exception; if not, it is raised
-            at once.
-        sleep: gets the seconds to pause; its exceptions end the attempts. None: ``time.sleep``.
-        failed: what the first attempt raised, if the caller has made it.
+        retryable: whether another attempt may succeed after this exception.
+        sleep: pauses for some seconds; its exceptions end the attempts. None: ``time.sleep``.
+        failed: the exception of the first attempt, if the caller has made it.
 
     Raises:
-        Exception: the last one that ``request`` raised; but the one before if in the last attempt
-            only the time ran out, which tells nobody why.
+        Exception: the last exception of ``request``; or the one before it, if the last is a
+            TimeoutError, which does not tell the cause.
     """
     deadline = time.monotonic() + timeout
     failures = 0
@@ -44,7 +42,7 @@ def retry(
             except Exception as error:
                 failed = error
         pause = longest_pause(failures)
-        # Jitter: after an outage a thousand nodes must not return in step.
+        # Jitter, so that after an outage a thousand nodes do not return at the same time.
         delay = random.uniform(pause / 2, pause)
         if not retryable(failed) or time.monotonic() + delay >= deadline:
             if isinstance(failed, TimeoutError) and before is not None:
@@ -55,16 +53,16 @@ def retry(
 
 
 def longest_pause(failures: int) -> float:
-    """Seconds to pause at most after so many failures before the last one."""
+    """The longest pause in seconds, after ``failures`` failures before the last."""
     return min(0.01 * 2.0 ** min(failures, 10), 0.5)
 
 
 def pause_after(failures: int) -> float:
-    """Seconds to pause, at random: clients that were refused together try again apart."""
+    """A random pause in seconds, so that clients that failed together retry at different times."""
     return random.uniform(0, longest_pause(failures))
 
 
 def store_is_away(error: Exception) -> bool:
-    """Whether a client's call failed, after its own retries, because the store is unreachable."""
+    """Whether this error of a client's call means that the store is unreachable."""
     away = isinstance(error, RendezvousConnectionError)
     return away and not isinstance(error, ClientClosedError)

@@ -1,13 +1,12 @@
-"""Sealed values: whoever lacks the run's secret can write none that counts, and alter none.
+"""Sealed values: without the run's secret, a writer can neither write nor change a valid value.
 
-`SealedClient` wraps a client at its public methods, so that every store and every command has it.
-What it writes begins with `MARK` and a tag, HMAC-SHA256 over the key and the value, under a key
-that is derived from the secret, the prefix and the run id: a value counts only at the very key of
-the very run for which it was written. The tag is verified before anything looks at the value. What
-fails counts as absent, and is written over.
+`SealedClient` wraps the client of any store. Each value begins with `MARK` and a tag: HMAC-SHA256
+over the store's key and the value. The HMAC's key is derived from the secret, the prefix and the
+run id, so a value is valid only at its own key in its own run. The tag is verified before any code
+parses the value. An invalid value counts as absent, and is overwritten.
 
-A seal hides nothing, and stops neither deletion nor the replay of what stood at the same key
-before: the protocol refuses what is older than what a node has seen.
+A seal does not encrypt, and does not stop deletion or the replay of an earlier value of the same
+key; the protocol refuses values that are older than what a node has seen.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from rdzv_plugins.settings.run_ids import RESERVED
 log = logging.getLogger(__name__)
 
 MARK = b"\0rs1"
-"""What a sealed value begins with; no document does. Its number changes with the format."""
+"""The beginning of a sealed value, and of no document. Its number changes with the format."""
 
-# Half of what SHA-256 gives, which is what RFC 2104 advises: a record has some 300 bytes.
+# Half of SHA-256, as RFC 2104 advises; a record has about 300 bytes.
 _TAG_BYTES = 16
 OVERHEAD = len(MARK) + _TAG_BYTES
-"""Bytes by which a value grows."""
+"""The bytes that a seal adds to a value."""
 
 NO_SECRET_HERE = (
     "is sealed with a secret, and none is set here: set that of its nodes, in $RDZV_PLUGINS_SECRET "
@@ -52,37 +51,37 @@ NO_SECRET_HERE = (
 )
 """Continues "the run ..."."""
 
-# The keys that stand for a living run: a client that has read no value of the run does not write
-# over another's before it has stood still, with all others there, for a lease.
+# These keys mean that a run exists. A client that has read no valid value of the run overwrites an
+# invalid one only after no invalid value of the namespace has changed for a lease.
 CLAIMS = ("state", "torch-state")
 
-# A value of others is written over so often in a row; then somebody writes in a loop.
+# How often in a row a client overwrites an invalid value before it reports the other writer.
 _MOST_REPLACED = 10
-# The longest pause, in seconds, between two looks at a key that others write again and again.
+# The longest pause, in seconds, between two reads of a key to which others keep writing.
 _LONGEST_PAUSE = 1.0
-# It is remembered for so many keys which value of others stood there last.
+# The most keys whose last invalid version is remembered.
 _MOST_PASSED = 1000
-# For how many seconds, at most, an addition is tried again since others were faster.
+# How long, in seconds, `add` retries while other clients are faster.
 _ADD_SECONDS = 60.0
-# How often, in seconds, it is looked whether the file of the secret has changed.
+# How often, in seconds, the secret's file is checked for a change.
 _LOOK_SECONDS = 1.0
 _KEY_SHOWN = 80
 
 
 class ForeignValueError(RendezvousStateError):
-    """A run lives, or may live, under this id whose values this client cannot verify."""
+    """A run whose values this client cannot verify has this id, and may live."""
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether the value was written by a client that has a secret, whichever it is."""
+    """Whether a client with some secret wrote the value."""
     return data.startswith(MARK)
 
 
 def why_unreadable(client: KeyValueClient, what: str, prefix: str = "") -> str:
-    """Why what stands under a prefix is not this client's to read; "": it is, or nothing stands.
+    """Why this client cannot read the values under a prefix; "": it can, or there are none.
 
     Args:
-        what: it is, for people, as in "the history of the run".
+        what: names these values for people, such as "the history of the run".
     """
     entries = client.list(prefix)
     if any(is_sealed(entry.value) for entry in entries.values()):
@@ -94,12 +93,13 @@ class _Seal:
     """The tags under one secret in one run."""
 
     def __init__(self, secret: str, prefix: str, run_id: str) -> None:
-        # Lengths keep prefix and run id apart: both may have a "/".
+        # The lengths separate prefix and run id, which may both contain a "/".
         names = [part.encode(errors="surrogatepass") for part in (prefix, run_id)]
         scope = b"".join(b"%d:%s," % (len(name), name) for name in names)
         root = secret.encode(errors="surrogateescape")
         key = hmac.digest(root, b"rdzv-plugins seal 1\0" + scope, "sha256")
-        # HMAC by its definition: hmac's own takes twice as long, for it begins with the key anew.
+        # HMAC by its definition; the `hmac` module takes twice as long, because it hashes the key
+        # each time.
         block = key.ljust(64, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in block))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in block))
@@ -113,20 +113,18 @@ class _Seal:
 
 
 class SealedClient(KeyValueClient):
-    """A client whose values are sealed; see the module.
+    """A client with sealed values. It closes ``client`` when it is closed.
 
-    Its `add` is a compare-and-set in a loop, since no server can count what is sealed.
+    Its `add` is a compare-and-set in a loop, because no server can add to a sealed value.
 
     Args:
-        client: which it closes when it is closed.
-        prefix, run_id: of the client's namespace.
-        secrets: reads the secrets; the first seals, all are accepted. Raises `UnreadableFileError`.
-        file: in which they stand, read again when it changes; None: they never do.
-        patience: seconds for which another run's keys must stand still before this one may begin
-            under its id: a lease.
+        secrets: reads the secrets; the first seals, all verify. Raises `UnreadableFileError`.
+        file: the secrets' file, which is read again when it changes; None: they never change.
+        patience: a lease, in seconds. A new run may take the id of another run after the keys of
+            that run have not changed for this time.
 
     Raises:
-        UnreadableFileError: as ``secrets``.
+        UnreadableFileError: from ``secrets``.
     """
 
     sealed = True
@@ -144,7 +142,7 @@ class SealedClient(KeyValueClient):
         self._where = str(getattr(client, "where", client.name))
         self._scope = prefix, run_id
         self._read, self._file, self._patience = secrets, file, patience
-        # Elsewhere these belong to the class; here they are those of the client.
+        # Other clients have these attributes on the class.
         self.name = client.name  # type: ignore[misc]
         self.heartbeat_ms = client.heartbeat_ms  # type: ignore[misc]
         most = client.capabilities.max_value_bytes - OVERHEAD
@@ -152,18 +150,18 @@ class SealedClient(KeyValueClient):
         self.longest_poll = client.longest_poll
         self._retries = 0
         client.on_retry = self._note_retry
-        self._version_of_file = self._look_at_file()
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._version_of_file = self._stat_file()
+        self._stat_at = time.monotonic() + _LOOK_SECONDS
         self._secrets = tuple(secrets())
         self._seals = self._derive()
-        # Whether it has read, or written, a key that stands for the run: then the run is its own.
+        # Whether the run is this client's own: it has read or written a valid value in `CLAIMS`.
         self._belongs = False
-        # What of others stood in the namespace when it was first refused, and since when.
+        # When this client was first refused, and the versions of the invalid values then.
         self._others: tuple[float, dict[str, Version]] | None = None
-        self._told_of_others = self._told_of_file = False
-        # The last listing, by key: what stood there, and what it was found to be.
+        self._warned_of_others = False
+        # The last listing, by key: the sealed entry, and the verified one.
         self._listed: dict[str, tuple[Entry, Entry]] = {}
-        # By key that is waited for: the version that is known, and that of others' last value.
+        # By awaited key: the version that the caller knows, and that of the last invalid value.
         self._passed: dict[str, tuple[Version | None, Version]] = {}
         self._woken = threading.Condition()
         self._interrupts = 0
@@ -182,7 +180,7 @@ class SealedClient(KeyValueClient):
         before = self._listed
         for key, entry in entries.items():
             known = before.get(key)
-            # Not by the version alone: a stranger chooses that of what he writes.
+            # Compare the values too, because a stranger can choose the version of his value.
             if known is not None and known[0] == entry:
                 opened: Entry | None = known[1]
             else:
@@ -216,7 +214,7 @@ class SealedClient(KeyValueClient):
         opened = None if written else self._opened(key, entry)
         replaced = 0
         while not written and expected is None and entry is not None and opened is None:
-            # It counts as absent, so it is replaced; a valid one that comes first is not.
+            # The invalid value counts as absent and is replaced; a valid value is not replaced.
             self._refuse_what_may_live(key, entry)
             if replaced == _MOST_REPLACED:
                 raise RendezvousConnectionError(
@@ -244,7 +242,7 @@ class SealedClient(KeyValueClient):
             if written:
                 return total
             if self._retries != retries:
-                # An attempt whose answer was lost may have been overtaken after it was applied.
+                # An attempt whose answer was lost may have counted before another client did.
                 raise RendezvousConnectionError(
                     f"the answer of {self._where} was lost: whether '{key}' was counted is unknown"
                 )
@@ -268,7 +266,7 @@ class SealedClient(KeyValueClient):
             if entry is not None:
                 if entry.version != version and (opened := self._opened(key, entry)) is not None:
                     return opened
-                # Others write there, perhaps in a loop: look less and less often.
+                # Others may write there in a loop: wait longer each time.
                 after = entry.version
                 if len(self._passed) >= _MOST_PASSED:
                     self._passed.clear()
@@ -321,7 +319,7 @@ class SealedClient(KeyValueClient):
         return {key: entry for key, entry in opened.items() if entry is not None}
 
     def _opened(self, key: str, entry: Entry | None) -> Entry | None:
-        """The entry with the value alone; None: it is absent, or not ours."""
+        """The entry without its seal; None: it is absent or invalid."""
         if entry is None:
             return None
         self._renew()
@@ -329,8 +327,8 @@ class SealedClient(KeyValueClient):
         if value is not None:
             self._belongs = self._belongs or key in CLAIMS
             return Entry(value, entry.version)
-        if self._belongs and not self._told_of_others:
-            self._told_of_others = True
+        if self._belongs and not self._warned_of_others:
+            self._warned_of_others = True
             log.warning(
                 "run '%s': what stands at %s is not sealed with the run's secret, and counts as "
                 "absent: a node or command has another secret or none, or a stranger writes there",
@@ -340,7 +338,7 @@ class SealedClient(KeyValueClient):
         return None
 
     def _verified(self, key: str, data: bytes) -> bytes | None:
-        """The value in what stands at the key; None: nobody with the secret wrote it there."""
+        """The value of valid data; None: no holder of a secret wrote the data for this key."""
         if len(data) < OVERHEAD or not data.startswith(MARK):
             return None
         tag, value = data[len(MARK) : OVERHEAD], data[OVERHEAD:]
@@ -350,15 +348,15 @@ class SealedClient(KeyValueClient):
         return None
 
     def _refuse_what_may_live(self, key: str, entry: Entry) -> None:
-        """Raise `ForeignValueError` unless what stands at the key may be written over."""
+        """Raise `ForeignValueError` if the entry may belong to a living run."""
         if self._belongs or key not in CLAIMS:
             return
         now, whose, before = time.monotonic(), self._whose(entry), self._others
         found: dict[str, Version] = {}
         if before is None or now - before[0] >= self._patience:
-            for it, stands in self.client.list("").items():
-                if self._verified(it, stands.value) is None:
-                    found[it] = stands.version
+            for it, other in self.client.list("").items():
+                if self._verified(it, other.value) is None:
+                    found[it] = other.version
             self._others = now, found
         if before is None or now - before[0] < self._patience:
             raise ForeignValueError(
@@ -390,7 +388,7 @@ class SealedClient(KeyValueClient):
     def _derive(self) -> tuple[_Seal, ...]:
         return tuple(_Seal(secret, *self._scope) for secret in self._secrets)
 
-    def _look_at_file(self) -> tuple[int, int, int] | None:
+    def _stat_file(self) -> tuple[int, int, int] | None:
         if self._file is None:
             return None
         with suppress(OSError):
@@ -399,18 +397,18 @@ class SealedClient(KeyValueClient):
         return None
 
     def _renew(self) -> None:
-        """Read the secrets again if their file has changed; one that is away is being replaced."""
-        if self._file is None or (now := time.monotonic()) < self._look_at:
+        """Read the secrets again if their file has changed; a missing file is being replaced."""
+        if self._file is None or (now := time.monotonic()) < self._stat_at:
             return
-        self._look_at = now + _LOOK_SECONDS
-        version = self._look_at_file()
+        self._stat_at = now + _LOOK_SECONDS
+        version = self._stat_file()
         if version is None or version == self._version_of_file:
             return
         with suppress(UnreadableFileError):
             found = tuple(self._read())
             self._version_of_file = version
             if not {*found} & {*self._secrets}:
-                # Else nodes of a run that lives would write over each other's values.
+                # Without a common secret, nodes of one run would overwrite each other's values.
                 log.warning(
                     "run '%s': secret_file '%s' has none of the secrets that this process uses, "
                     "which goes on with those: write the new one below the old one first, on all "
@@ -424,5 +422,5 @@ class SealedClient(KeyValueClient):
 
 
 def _shown(key: str) -> str:
-    """A key, which others may have written, as text for people."""
+    """A key, which a stranger may have written, as text for people."""
     return ascii(key[:_KEY_SHOWN])
