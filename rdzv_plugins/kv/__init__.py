@@ -18,7 +18,6 @@ from rdzv_plugins.kv.contract import (
 from rdzv_plugins.kv.exhaustion import (
     Attempts,
     ExhaustedError,
-    as_outage,
     exhausted,
     is_signal,
     missing_for_workers,
@@ -43,7 +42,6 @@ __all__ = [
     "RendezvousError",
     "RendezvousStateError",
     "Version",
-    "as_outage",
     "exhausted",
     "is_signal",
     "missing_for_workers",

@@ -35,24 +35,32 @@ class ExhaustedError(RendezvousConnectionError):
     """This host has run out of threads, descriptors or memory: the store was not asked."""
 
 
-def exhausted(error: BaseException | None) -> str | None:
-    """The resource that this host has run out of, if the error, or one behind it, says that."""
+def exhausted(error: BaseException | None) -> ExhaustedError | None:
+    """The error for what this host has run out of, if this one, or one behind it, says that."""
     behind: list[BaseException] = []
     # A signal that comes while an error is handled has that error as its context.
     while not (error is None or error in behind or is_signal(error)):
         if isinstance(error, ExhaustedError):
-            return str(error)
-        if isinstance(error, MemoryError):
-            return _ERRNOS[errno.ENOMEM]
-        if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
-            return "this host lets this process start no thread (see ulimit -u, or its pids limit)"
-        if isinstance(error, OSError) and error.errno in _ERRNOS:
-            return _ERRNOS[error.errno]
-        if isinstance(error, socket.gaierror) and (found := _no_descriptor()):
-            return found  # A resolver that can open no socket says that it knows no such name.
+            return error
+        if said := _missing(error):
+            return ExhaustedError(said)
         behind.append(error)
         error = error.__cause__ or error.__context__
     return None
+
+
+def _missing(error: BaseException) -> str | None:
+    if isinstance(error, MemoryError):
+        return _ERRNOS[errno.ENOMEM]
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        return "this host lets this process start no thread (see ulimit -u, or its pids limit)"
+    if isinstance(error, socket.gaierror):
+        # A resolver that can open no socket says that it knows no such name.
+        try:
+            require_descriptors(1)
+        except OSError as found:
+            error = found
+    return _ERRNOS.get(error.errno or 0) if isinstance(error, OSError) else None
 
 
 def is_signal(error: BaseException) -> bool:
@@ -60,14 +68,6 @@ def is_signal(error: BaseException) -> bool:
     # Nobody raises it who has not loaded torch.
     torchs = sys.modules.get("torch.distributed.elastic.multiprocessing.api")
     return isinstance(error, getattr(torchs, "SignalException", ()))
-
-
-def as_outage(error: Exception) -> ExhaustedError | None:
-    """The contract's error for what `exhausted` tells; None: it tells nothing."""
-    if isinstance(error, ExhaustedError):
-        return error
-    missing = exhausted(error)
-    return ExhaustedError(missing) if missing is not None else None
 
 
 def require_descriptors(count: int = _DESCRIPTORS) -> None:
@@ -81,7 +81,7 @@ def require_descriptors(count: int = _DESCRIPTORS) -> None:
             os.close(descriptor)
 
 
-def missing_for_workers() -> str | None:
+def missing_for_workers() -> ExhaustedError | None:
     """The resource that this host lacks to start workers; None: it has enough now.
 
     A process that may start no thread may start no process either.
@@ -95,14 +95,6 @@ def missing_for_workers() -> str | None:
         if (missing := exhausted(error)) is None:
             raise
         return missing
-    return None
-
-
-def _no_descriptor() -> str | None:
-    try:
-        require_descriptors(1)
-    except OSError as error:
-        return _ERRNOS.get(error.errno or 0)
     return None
 
 

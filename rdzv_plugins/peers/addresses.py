@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import ifaddr
 
+from rdzv_plugins.kv.exhaustion import exhausted, require_descriptors
 from rdzv_plugins.settings.endpoint import Place
 
 T = TypeVar("T")
@@ -34,8 +33,7 @@ _ANYWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 0x1
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An address of this host, and the interface that has it."""
 
     address: Address
@@ -50,14 +48,8 @@ class Candidate:
         return not (self.address.is_loopback or self.address.is_link_local)
 
 
-@dataclass(frozen=True, slots=True)
-class OwnAddress:
-    """The address that a node announces.
-
-    Attributes:
-        address: an IP address; also a name, if ``--local-addr`` is one.
-        why: why it was taken, for people.
-    """
+class OwnAddress(NamedTuple):
+    """The IP address that a node announces, or the name in ``--local-addr``; and why that one."""
 
     address: str
     why: str
@@ -79,9 +71,7 @@ def node_address(
     chosen: nobody else may be able to resolve it.
 
     Args:
-        local_addr: as in ``--local-addr``.
         store_hosts: (name, port) of the store's servers. Nothing is sent to them.
-        interface, network: the options of these names.
         alone: no other node will be in the run, so that loopback is as good.
 
     Returns within 2 s even if name resolution hangs. Raises `ValueError` if no address of this host
@@ -121,10 +111,10 @@ def address_on(interface: str | None, network: str | None) -> str | None:
     for it in every:
         if interface in (None, it.interface) and (inside is None or it.address in inside):
             return str(it.address)
-    where = [f"on interface '{interface}'"] if interface is not None else []
-    where += [f"in network '{network}'"] if network is not None else []
-    names = ", ".join(str(it) for it in every)
-    raise ValueError(f"this host has no address {' '.join(where)}; it has {names or 'none'}")
+    where = f"on interface '{interface}' " if interface is not None else ""
+    where += f"in network '{network}'" if network is not None else ""
+    names = ", ".join(map(str, every)) or "none"
+    raise ValueError(f"this host has no address {where.rstrip()}; it has {names}")
 
 
 def candidates() -> list[Candidate]:
@@ -133,12 +123,9 @@ def candidates() -> list[Candidate]:
     Interfaces are in the order in which they came up, which bridges and tunnels do last; of those
     that are down there is none. IPv4 comes before IPv6, whose link-local addresses are left out.
     """
-    found = [
-        Candidate(address, name)
-        for name, ips in _adapters()
-        for address in ips
-        if not (address.version == 6 and address.is_link_local)
-    ]
+    found = (
+        it for it in _addresses() if not (it.address.version == 6 and it.address.is_link_local)
+    )
     return sorted(found, key=lambda it: (not it.is_global, it.address.version))
 
 
@@ -158,16 +145,12 @@ def interface_of(address: str) -> str | None:
     return next((it.interface for it in candidates() if str(it.address) == address), None)
 
 
-def _adapters() -> list[tuple[str, list[Address]]]:
-    return [
-        # An IPv6 address comes with its flow and scope.
-        (
-            adapter.name,
-            [ip_address(ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for ip in adapter.ips],
-        )
-        for adapter in sorted(ifaddr.get_adapters(), key=lambda it: it.index or 0)
-        if _is_up(adapter.name)
-    ]
+def _addresses() -> Iterator[Candidate]:
+    for adapter in sorted(ifaddr.get_adapters(), key=lambda it: it.index or 0):
+        for ip in adapter.ips if _is_up(adapter.name) else ():
+            # An IPv6 address comes with its flow and scope.
+            address = ip_address(ip.ip if isinstance(ip.ip, str) else ip.ip[0])
+            yield Candidate(address, adapter.name)
 
 
 def _is_up(interface: str) -> bool:
@@ -210,10 +193,8 @@ def is_loopback(address: str) -> bool:
 
 def is_local(address: str) -> bool:
     """Whether an address or name is this host's own. Raises OSError if it cannot be resolved."""
-    return any(
-        _binds(family, target)
-        for family, _, _, _, target in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-    )
+    found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    return any(_binds(family, target) for family, _, _, _, target in found)
 
 
 def is_own_ip(address: str) -> bool:
@@ -241,18 +222,14 @@ def dialled_here(names: Iterable[str]) -> dict[str, list[str]]:
     mine = own_names()
 
     def is_at_loopback(name: str) -> bool:
-        try:
-            ip_address(name)
-            return False
-        except ValueError:
-            found = resolved(name)
+        found = resolved(name)
+        if name in ("localhost", *found):
+            return False  # The latter is an address.
         if name.lower() in mine:
             return not any(is_own_ip(it) and not is_loopback(it) for it in found)
-        return name != "localhost" and bool(found) and all(map(is_loopback, found))
+        return bool(found) and all(map(is_loopback, found))
 
-    at_loopback: set[str] = _within(
-        _RESOLVER_SECONDS, lambda: {name for name in every if is_at_loopback(name)}, set()
-    )
+    at_loopback: set[str] = _in_time(lambda: {it for it in every if is_at_loopback(it)}, set())
     own = [str(it.address) for it in candidates() if it.is_global] if at_loopback else []
     return {name: [*own, name] if name in at_loopback else [name] for name in every}
 
@@ -273,7 +250,7 @@ def gloo_address() -> Address | None:
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
-    return _within(_RESOLVER_SECONDS, _first_of_own_name, None)
+    return _in_time(_first_of_own_name, None)
 
 
 def _first_of_own_name() -> Address:
@@ -288,8 +265,7 @@ def _first_of_own_name() -> Address:
 def listen(address: str | None = None, ports: Sequence[int] = ANY_PORT) -> socket.socket:
     """A socket that listens on the first of these ports that is free; raises OSError if none is.
 
-    Args:
-        address: only there, if it is an IP address of this host; else on all addresses.
+    Only at ``address``, if that is an IP address of this host; else on all addresses.
     """
     for port in ports[:-1]:
         with contextlib.suppress(OSError):
@@ -350,16 +326,11 @@ def route_to(hosts: Iterable[tuple[str, int]]) -> Address | None:
 
 
 def _route_in_time(hosts: Iterable[tuple[str, int]]) -> Address | None:
-    every = list(hosts)
-    return _within(_RESOLVER_SECONDS, lambda: route_to(every), None)
+    return _in_time(partial(route_to, [*hosts]), None)
 
 
 def _family(address: Address) -> socket.AddressFamily:
     return socket.AF_INET6 if address.version == 6 else socket.AF_INET
-
-
-# A process or a host that has no descriptor, or no memory, left.
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 @contextlib.contextmanager
@@ -369,12 +340,10 @@ def _unless_exhausted() -> Iterator[None]:
         yield
     except socket.gaierror:
         # A resolver that can open no socket says that it knows no such name.
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()
-    except OSError as error:
-        if error.errno in _EXHAUSTED:
+        require_descriptors(1)
+    except (OSError, UnicodeError) as error:
+        if exhausted(error) is not None:
             raise
-    except UnicodeError:
-        pass
 
 
 def _binds(family: int, target: tuple[object, ...]) -> bool:
@@ -385,20 +354,20 @@ def _binds(family: int, target: tuple[object, ...]) -> bool:
     return False
 
 
-def _within(seconds: float, question: Callable[[], T], otherwise: T) -> T:
-    """The answer, or ``otherwise`` after ``seconds``: name resolution has no time-out."""
-    answers: list[T] = []
-    errors: list[OSError] = []
+def _in_time(question: Callable[[], T], otherwise: T) -> T:
+    """The answer, or ``otherwise`` after 2 s: name resolution has no time-out."""
+    answers: list[T | OSError] = []
 
     def ask() -> None:
         try:
             answers.append(question())
         except OSError as error:
-            errors.append(error)
+            answers.append(error)
 
     thread = threading.Thread(target=ask, name="rdzv-resolver", daemon=True)
     thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    return answers[0] if answers else otherwise
+    thread.join(_RESOLVER_SECONDS)
+    answer = answers[0] if answers else otherwise
+    if isinstance(answer, OSError):
+        raise answer
+    return answer

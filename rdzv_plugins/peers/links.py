@@ -77,15 +77,15 @@ def _ends(dialled_from: tuple[Any, ...], answered_at: tuple[Any, ...]) -> str:
 class Links:
     """The links of one node, both those that it has begun and those that others have.
 
+    The listener's thread serves them, and makes the calls.
+
     Args:
-        listener: serves them in its thread.
-        run_id: of the run.
         node: the id of this node, which only the nodes of its run know.
         host: its address, as others know it.
-        gone: called with the id of a node whose process is gone, in the listener's thread.
+        gone: called with the id of a node whose process is gone.
         back: called with its id where it answers after all.
         others: called with what all other ends of links say of themselves.
-        warn: takes a line for people, in the listener's thread.
+        warn: takes a line for people.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Links:
         self._node = node
         self._host = host
         self._gone = gone
-        self._back = back
+        self.found_back = back
         self._others = others
         self._heard: set[Standing] = set()
         self._standing = Standing.ACCEPTED
@@ -220,8 +220,7 @@ class Links:
     def found_gone(self, node: str, host: str, direct: bool | None) -> bool:
         """Whether it counts as evidence: it had a direct link, or such ones show what refuses.
 
-        Args:
-            direct: whether the ends of its link saw the same addresses; None: it never had one.
+        ``direct``: whether the ends of its link saw the same addresses; None: it never had one.
         """
         if any(it.is_open and it.is_from(node) for it in self._accepted):
             return False
@@ -234,16 +233,9 @@ class Links:
             self._gone(node)
         return direct
 
-    def found_back(self, node: str) -> None:
-        self._back(node)
-
 
 class _Link(Line):
-    """A link, at either end.
-
-    Attributes:
-        heard: what the other end says of itself.
-    """
+    """A link, at either end; ``heard`` is what the other end says of itself."""
 
     counts = False
     heard = Standing.ACCEPTED
@@ -288,8 +280,7 @@ class _Accepted(_Link):
         self.is_from = is_from
         self._answer = answer
         self._over = over
-        with suppress(OSError):
-            _keep_alive(line)
+        _keep_alive(line)
 
     def go_on(self) -> Line | None:
         if self.writes:
@@ -357,8 +348,7 @@ class _Dialled(_Link):
             return None
         if len(self._read) == len(self._expected):
             self.held, self.expires = True, math.inf
-            with suppress(OSError):
-                _keep_alive(self.socket)
+            _keep_alive(self.socket)
             self._is_held(hmac.compare_digest(self._read, self._expected))
         return self
 
@@ -460,8 +450,7 @@ class _Peer:
 
     def _begin(self, addresses: list[_Address]) -> None:
         self._addresses = addresses
-        if addresses:
-            self.dial()
+        self.dial()
 
     def dial(self) -> None:
         """Now, unless it has a link."""
@@ -470,27 +459,18 @@ class _Peer:
         nonce = secrets.token_hex(_NONCE // 2)
         greeting = partial(self._links.greeting, self._node, nonce)
         answer = partial(self._links.answer, self._node, nonce)
+        calls = self._held, self._links.listen, self._over
         line: _Dialled | None = None
         with unforked:
-            with suppress(OSError):
-                line = _Dialled(
-                    self._addresses[self._at],
-                    greeting,
-                    answer,
-                    self._held,
-                    self._links.listen,
-                    self._over,
-                )
+            with suppress(OSError):  # This process has no descriptor left.
+                line = _Dialled(self._addresses[self._at], greeting, answer, *calls)
             if line is not None and line.has_begun:
                 self._line = line
                 self._listener.serve(line)
                 return
-        if line is None:
-            # This process has no descriptor left.
-            self._failed(refused=False, strange=False)
-            return
-        line.socket.close()
-        self._failed(line.is_refused, strange=False)
+            if line is not None:
+                line.socket.close()
+        self._failed(line is not None and line.is_refused, strange=False)
 
     def ask_again(self) -> None:
         """Dial it now, for its own link has ended: it lived until then, whatever was told of it."""
@@ -512,15 +492,13 @@ class _Peer:
             return
         if not line.held:
             self._failed(line.is_refused, line.is_strange)
-        elif line.said_farewell:
-            self._ended = True
+            return
+        self._ended = line.said_farewell
+        self._short = self._short + 1 if time.monotonic() - line.since < _SHORT_SECONDS else 0
+        if self._ended or self._short < _MOST_SHORT:
+            self.dial()
         else:
-            lasted = time.monotonic() - line.since
-            self._short = self._short + 1 if lasted < _SHORT_SECONDS else 0
-            if self._short < _MOST_SHORT:
-                self.dial()
-            else:
-                self._dial_later()
+            self._dial_later()
 
     def _failed(self, refused: bool, strange: bool) -> None:
         if self._direct is None:
@@ -531,21 +509,20 @@ class _Peer:
             return
         self._noes += 1
         addresses = len(self._addresses) if self._direct is None else 1
+        found_gone = partial(self._links.found_gone, self._node, self._host, self._direct)
         if self._noes < (addresses if refused else 2 * addresses):
             self._dial_after(_AT_ONCE_SECONDS)
-        elif self._times is None and not self._found_gone():
+            return
+        if self._times is None and not found_gone():
             self._dial_later()
-        else:
-            self._is_gone, self._times = True, (self._times or 0) + 1
-            if self._times <= _OFTEN:
-                if self._times == _TOLD_AGAIN:
-                    self._found_gone()
-                self._dial_after(_AGAIN_SECONDS)
-            else:
-                self._dial_later()
-
-    def _found_gone(self) -> bool:
-        return self._links.found_gone(self._node, self._host, self._direct)
+            return
+        self._is_gone, self._times = True, (self._times or 0) + 1
+        if self._times > _OFTEN:
+            self._dial_later()
+            return
+        if self._times == _TOLD_AGAIN:
+            found_gone()
+        self._dial_after(_AGAIN_SECONDS)
 
     def _dial_later(self) -> None:
         self._dial_after(self._pause)
@@ -561,6 +538,7 @@ class _Peer:
 
 
 def _keep_alive(line: socket.socket) -> None:
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
+    with suppress(OSError):
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)

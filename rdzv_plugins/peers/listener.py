@@ -15,8 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 from weakref import WeakSet
 
 from rdzv_plugins.peers.addresses import ANY_PORT, listen
@@ -74,43 +76,29 @@ class _Stranger(Line):
         self._read = b""
 
     def go_on(self) -> Line | None:
-        possible = [it for it in self._greetings if it.fits(self._read)]
-        if not possible:
-            return None
-        data = self.socket.recv(min(it.size for it in possible) - len(self._read))
+        least = min((it.size for it in self._greetings), default=0)
+        data = self.socket.recv(least - len(self._read)) if least else b""
         self._read += data
-        possible = [it for it in possible if it.fits(self._read)]
-        if not data or not possible:
-            return None
-        for greeting in possible:
+        # Those of which this may be the beginning.
+        self._greetings = [
+            it
+            for it in self._greetings
+            if it.opening.startswith(self._read) or self._read.startswith(it.opening)
+        ]
+        for greeting in self._greetings:
             if len(self._read) == greeting.size:
                 return greeting.serve(self.socket, self._read[len(greeting.opening) :])
-        return self
+        return self if data and self._greetings else None
 
 
-class _Greeting:
-    def __init__(
-        self, opening: bytes, more: int, serve: Callable[[socket.socket, bytes], Line]
-    ) -> None:
-        self.opening, self.serve = opening, serve
-        self.size = len(opening) + more
-
-    def fits(self, read: bytes) -> bool:
-        """Whether this may be the beginning of it."""
-        return self.opening.startswith(read) or read.startswith(self.opening)
+class _Greeting(NamedTuple):
+    opening: bytes
+    size: int
+    serve: Callable[[socket.socket, bytes], Line]
 
 
 class Listener:
-    """Listens, and serves in one thread.
-
-    Args:
-        address: of this node; where it is an address of this host, nothing else is listened on.
-        name: of the thread.
-        ports: of which it takes the first that is free; raises OSError if none is.
-
-    Attributes:
-        port: where it listens.
-    """
+    """Listens at `port`, and serves in one thread; its arguments are those of `listen`."""
 
     def __init__(self, address: str | None, name: str, ports: Sequence[int] = ANY_PORT) -> None:
         self._server = listen(address, ports)
@@ -122,8 +110,8 @@ class Listener:
         self._woken.setblocking(False)
         self._greetings: tuple[_Greeting, ...] = ()
         self._lines: set[Line] = set()
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
         self._ends = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -138,16 +126,16 @@ class Listener:
         self, opening: bytes, more: int, serve: Callable[[socket.socket, bytes], Line]
     ) -> None:
         """Have those served who greet with ``opening`` and ``more`` bytes, which it is given."""
-        self._greetings = (*self._greetings, _Greeting(opening, more, serve))
+        self._greetings = (*self._greetings, _Greeting(opening, len(opening) + more, serve))
 
-    def call(self, call: Callable[[], None]) -> None:
+    def call(self, call: Callable[[], object]) -> None:
         """Have it called in the thread, unless that has ended; from any thread."""
         self._calls.put(call)
         # A full one wakes it as well, and a closed one has nobody to wake.
         with suppress(OSError):
             self._wakes.send(b"\0")
 
-    def later(self, seconds: float, call: Callable[[], None]) -> None:
+    def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Have it called in the thread after so many seconds; in the thread."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), call))
 
@@ -166,12 +154,9 @@ class Listener:
 
     def close(self, seconds: float = 2.0) -> None:
         """End the thread; after ``seconds`` it is left to end by itself."""
-        self.call(self._end)
+        self.call(partial(setattr, self, "_ends", True))
         if self._thread is not threading.current_thread():
             self._thread.join(seconds)
-
-    def _end(self) -> None:
-        self._ends = True
 
     def _close(self) -> None:
         for it in (self._server, self._selector, self._wakes, self._woken):
@@ -192,17 +177,19 @@ class Listener:
                 # All that has come first: this process may have stood still, and nobody is late
                 # who has answered meanwhile.
                 for key, _ in selector.select(self._patience()):
-                    line: Line | None = key.data
-                    if line in self._lines:
-                        assert line is not None
-                        self._go_on(line)
+                    if key.data in self._lines:
+                        self._go_on(key.data)
                     elif key.fileobj is self._woken:
                         with suppress(BlockingIOError):
                             self._woken.recv(1 << 12)
                     elif key.fileobj is self._server:
                         self._accept()
-                self._take_calls()
-                self._drop_late()
+                with suppress(Empty):
+                    while True:
+                        self._calls.get_nowait()()
+                now = time.monotonic()
+                for line in [it for it in self._lines if it.expires <= now]:
+                    self._finish(line, TimeoutError("timed out"))
                 while self._timers and self._timers[0][0] <= time.monotonic():
                     heapq.heappop(self._timers)[2]()
         finally:
@@ -212,15 +199,9 @@ class Listener:
 
     def _patience(self) -> float | None:
         """Seconds until something is due; None: until something comes."""
-        due = min((it.expires for it in self._lines), default=math.inf)
-        if self._timers:
-            due = min(due, self._timers[0][0])
+        timers = (due for due, _, _ in self._timers[:1])
+        due = min((math.inf, *timers, *(it.expires for it in self._lines)))
         return None if due == math.inf else max(0.0, due - time.monotonic())
-
-    def _take_calls(self) -> None:
-        with suppress(Empty):
-            while True:
-                self._calls.get_nowait()()
 
     def _accept(self) -> None:
         for _ in range(_MOST_ACCEPTED_AT_ONCE):
@@ -239,7 +220,8 @@ class Listener:
             # something has destroyed accepts nobody any more.
             self._selector.unregister(self._server)
             if self._server.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                self.later(_PAUSE_SECONDS, self._listen_again)
+                register = self._selector.register
+                self.later(_PAUSE_SECONDS, partial(register, self._server, selectors.EVENT_READ))
             return False
         line.setblocking(False)
         few = [it for it in self._lines if it.counts]
@@ -248,9 +230,6 @@ class Listener:
             self.drop(min(few, key=lambda it: (it.known, it.since)))
         self.serve(_Stranger(line, self._greetings))
         return True
-
-    def _listen_again(self) -> None:
-        self._selector.register(self._server, selectors.EVENT_READ)
 
     def _go_on(self, line: Line) -> None:
         wrote = line.writes
@@ -263,17 +242,10 @@ class Listener:
             return
         if after is None:
             self._finish(line, None)
-        elif after is not line:
-            self._lines.add(after)
+        elif after is not line or after.writes != wrote:
             self._lines.discard(line)
+            self._lines.add(after)
             self._selector.modify(after.socket, _events(after), after)
-        elif line.writes != wrote:
-            self._selector.modify(line.socket, _events(line), line)
-
-    def _drop_late(self) -> None:
-        now = time.monotonic()
-        for line in [it for it in self._lines if it.expires <= now]:
-            self._finish(line, TimeoutError("timed out"))
 
     def _finish(self, line: Line, error: OSError | None) -> None:
         with unforked:

@@ -27,13 +27,7 @@ _DIALS_A_SECOND = 200.0
 
 
 class Reach:
-    """Looks beside each round, in one thread at a time.
-
-    Args:
-        address: of this node.
-        warn: takes a line for people.
-        name: of the threads.
-    """
+    """Looks beside each round, in one thread at a time; ``warn`` takes a line for people."""
 
     def __init__(self, address: str, warn: Callable[[str], None], name: str) -> None:
         self._address = address
@@ -61,19 +55,16 @@ class Reach:
             is_over: whether the round has ended.
         """
 
-        def look_at_all() -> None:
-            if master is not None:
-                self._look_at_master(round_, master, is_over)
-            # The name of this host may be asked of a DNS server: once, and only if it matters.
-            if not (self._looked_at_gloo or self._closed.is_set()) and others():
-                fault = gloo_fault(self._address)
-                self._looked_at_gloo = True
-                if fault and missing_for_workers() is None:
-                    self._warn(f"round {round_} has several hosts, and {fault}")
-
         def look() -> None:
             try:
-                look_at_all()
+                if master is not None:
+                    self._look_at_master(round_, master, is_over)
+                # The name of this host may be asked of a DNS server: once, and only if it matters.
+                if not (self._looked_at_gloo or self._closed.is_set()) and others():
+                    fault = gloo_fault(self._address)
+                    self._looked_at_gloo = True
+                    if fault and missing_for_workers() is None:
+                        self._warn(f"round {round_} has several hosts, and {fault}")
             except Exception as error:
                 # Where this host has run out of something, nobody can tell which nodes it reaches.
                 if exhausted(error) is None:

@@ -22,7 +22,7 @@ from rdzv_plugins.kv import (
     KeyValueClient,
     RendezvousConnectionError,
     RendezvousStateError,
-    as_outage,
+    exhausted,
     is_signal,
 )
 from rdzv_plugins.kv.findings import Mark
@@ -267,7 +267,7 @@ class Driver:
                 self._drive(watched(self._node.run(), self._watchers), missing)
             except Exception as error:
                 # In the node itself, which bears it as soon as it can.
-                if (missing := as_outage(error)) is None:
+                if (missing := exhausted(error)) is None:
                     log.exception(
                         "this node's rendezvous met an unforeseen error, and starts over; please "
                         "report it"
@@ -374,7 +374,7 @@ class Driver:
                 try:
                     result = self._result_of(begun)
                 except Exception as error:
-                    result = as_outage(error) or error
+                    result = exhausted(error) or error
                 self._node.finished(begun, result)
                 aside.done.set()
                 if aside.late:
@@ -577,7 +577,7 @@ def _of_the_store(error: Exception) -> Exception:
     """The error that the node is told of a failed request; raises any other error."""
     if isinstance(error, RendezvousConnectionError | RendezvousStateError):
         return error
-    if (missing := as_outage(error)) is None:
+    if (missing := exhausted(error)) is None:
         raise error
     return missing
 

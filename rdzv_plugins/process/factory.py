@@ -24,7 +24,7 @@ from rdzv_plugins.kv import (
     LateCredentialsError,
     RendezvousConnectionError,
     RendezvousStateError,
-    as_outage,
+    exhausted,
 )
 from rdzv_plugins.kv.sealed import SealedClient
 from rdzv_plugins.observe.history import Archive
@@ -135,7 +135,7 @@ def _make_patiently(
                 return _make(store, connect, attendance, params, settings)
             except Exception as error:
                 late = error if isinstance(error, LateCredentialsError) else None
-                if (missing := late or as_outage(error)) is None:
+                if (missing := late or exhausted(error)) is None:
                     raise
                 if time.monotonic() >= deadline:
                     raise missing from None

@@ -12,7 +12,7 @@ from rdzv_plugins.kv import (
     ExhaustedError,
     RendezvousConnectionError,
     RendezvousStateError,
-    as_outage,
+    exhausted,
 )
 from rdzv_plugins.peers.addresses import dial_self, is_local, is_own_ip, listen
 from rdzv_plugins.protocol.rules import Rules
@@ -79,7 +79,7 @@ class MasterServers:
             timeout = max(_OPEN_SECONDS, self._rules.lease)
             opened = open_store(self._address, timeout, ports, self._name)
         except OSError as error:
-            if (missing := as_outage(error)) is not None:
+            if (missing := exhausted(error)) is not None:
                 raise ExhaustedError(f"cannot open a TCPStore ({missing})") from None
             if not self._servers:
                 raise RendezvousConnectionError(
@@ -105,7 +105,7 @@ class MasterServers:
             if not is_local(self._address):
                 dial_self(self._address, self._rules.request, self._ports)
         except (OSError, UnicodeError) as error:
-            if (missing := as_outage(error)) is not None:
+            if (missing := exhausted(error)) is not None:
                 raise missing from None
             retryable = isinstance(error, TimeoutError) or (
                 isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN

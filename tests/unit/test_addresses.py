@@ -12,6 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rdzv_plugins.peers import addresses
 from rdzv_plugins.peers.addresses import (
+    Candidate,
     OwnAddress,
     candidates,
     gloo_address,
@@ -99,8 +100,8 @@ def test_a_store_on_loopback_gives_the_default_route(name_service: NameService, 
 
 def have(monkeypatch: pytest.MonkeyPatch, *adapters: tuple[str, list[str]]) -> None:
     """Let this host have these interfaces and addresses, and no default route."""
-    found = [(name, [ip_address(it) for it in ips]) for name, ips in adapters]
-    monkeypatch.setattr(addresses, "_adapters", lambda: found)
+    found = [Candidate(ip_address(it), name) for name, ips in adapters for it in ips]
+    monkeypatch.setattr(addresses, "_addresses", lambda: found)
     monkeypatch.setattr(addresses, "_ANYWHERE", ())
 
 

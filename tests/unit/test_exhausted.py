@@ -26,7 +26,6 @@ from rdzv_plugins.kv import (
     MemoryClient,
     MemoryServer,
     RendezvousConnectionError,
-    as_outage,
     exhausted,
 )
 from rdzv_plugins.observe.history import Archive
@@ -67,10 +66,10 @@ def behind(cause: BaseException) -> Exception:
     ],
 )
 def test_it_knows_what_is_missing(error: Exception, words: str) -> None:
-    missing = as_outage(error)
+    missing = exhausted(error)
     assert isinstance(missing, RendezvousConnectionError)
     assert words in str(missing)
-    assert as_outage(missing) is missing
+    assert exhausted(missing) is missing
 
 
 @pytest.mark.parametrize(
