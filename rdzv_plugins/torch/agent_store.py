@@ -37,8 +37,6 @@ class AgentStore(KeyValueStore):
     """One agent's view of the store of one round.
 
     Args:
-        client, prefix: as for `KeyValueStore`.
-        rank, world_size: of the agent in the round.
         is_over: whether the run has left the round, or this node takes itself for lost; called
             while a read waits, whenever the client is interrupted, and while a request fails.
         on_done: called once, when the agent's workers have succeeded.

@@ -36,7 +36,6 @@ T = TypeVar("T")
 # Begins the value of a queue; a MessagePack array of the queue's values follows.
 _QUEUE = b"\x00rdzv queue\x00"
 _QUEUES = msgspec.msgpack.Decoder(list[bytes])
-_EMPTY_QUEUE = _QUEUE + msgspec.msgpack.encode([])
 
 # Since torch 2.8, as the queue calls.
 _QueueEmptyError = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
@@ -100,25 +99,13 @@ class KeyValueStore(Store):
         Returns what the key holds now, or ``expected_value`` if it does not exist.
         """
         expected, desired = _bytes(expected_value), _bytes(desired_value)
-        with _c10d_errors():
-            entry, attempts = self._client.get(self._prefix + key), self._attempts(key)
-            while (b"" if entry is None else entry.value) == expected:
-                next(attempts)
-                version = None if entry is None else entry.version
-                entry, written = self._client.compare_and_set(self._prefix + key, desired, version)
-                if written:
-                    return desired
-            return expected if entry is None else entry.value
+        found = self._change(key, lambda it: desired if _value(it) == expected else None)
+        if _value(found) == expected:
+            return desired
+        return expected if found is None else found.value
 
     def append(self, key: str, value: str | bytes) -> None:
-        with _c10d_errors():
-            entry, written = self._client.get(self._prefix + key), False
-            attempts = self._attempts(key)
-            while not written:
-                next(attempts)
-                version = None if entry is None else entry.version
-                whole = (b"" if entry is None else entry.value) + _bytes(value)
-                entry, written = self._client.compare_and_set(self._prefix + key, whole, version)
+        self._change(key, lambda it: _value(it) + _bytes(value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all the keys, as soon as all of them exist."""
@@ -134,14 +121,13 @@ class KeyValueStore(Store):
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Append to the queue of this key. Raises `DistStoreError` if the key holds a value."""
-        with _c10d_errors():
-            entry, written = self._client.get(self._prefix + key), False
-            attempts = self._attempts(key)
-            while not written:
-                next(attempts)
-                if entry is not None and not _is_queue(entry):
-                    raise DistStoreError(f"'{key}' holds a value: it cannot be a queue too")
-                entry, written = self._write_queue(key, entry, [*_queued(entry), _bytes(value)])
+
+        def longer(entry: Entry | None) -> bytes:
+            if entry is not None and not _is_queue(entry):
+                raise DistStoreError(f"'{key}' holds a value: it cannot be a queue too")
+            return _queue([*_queued(entry), _bytes(value)])
+
+        self._change(key, longer)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the first value of the queue; each is given once, in the order of their pushes.
@@ -150,23 +136,19 @@ class KeyValueStore(Store):
         """
         timeout = self._timeout()
         deadline = time.monotonic() + timeout.total_seconds()
-        with _c10d_errors():
-            entry, attempts = self._client.get(self._prefix + key), self._attempts(key)
-            while True:
-                if queued := _queued(entry):
-                    next(attempts)
-                    entry, written = self._write_queue(key, entry, queued[1:])
-                    if written:
-                        return queued[0]
-                    continue
-                if not block:
-                    raise _QueueEmptyError(f"queue is empty: '{key}'")
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise DistStoreError(_timed_out(timeout, [key]))
-                entry = (
-                    self._patiently(partial(self._wait, key, entry, remaining), remaining) or entry
-                )
+
+        def shorter(entry: Entry | None) -> bytes | None:
+            queued = _queued(entry)
+            return _queue(queued[1:]) if queued else None
+
+        while not (queued := _queued(found := self._change(key, shorter))):
+            if not block:
+                raise _QueueEmptyError(f"queue is empty: '{key}'")
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise DistStoreError(_timed_out(timeout, [key]))
+            self._patiently(partial(self._wait, key, found, remaining), remaining)
+        return queued[0]
 
     def queue_len(self, key: str) -> int:
         """The number of values in the queue; 0 if there is none."""
@@ -176,13 +158,6 @@ class KeyValueStore(Store):
         """The key's next entry; None: it has not changed, or somebody interrupted the client."""
         version = seen.version if seen is not None else None
         return self._client.wait(self._prefix + key, version, seconds)
-
-    def _write_queue(
-        self, key: str, seen: Entry | None, queued: Sequence[bytes]
-    ) -> tuple[Entry | None, bool]:
-        version = seen.version if seen is not None else None
-        data = _QUEUE + msgspec.msgpack.encode(queued)
-        return self._client.compare_and_set(self._prefix + key, data, version)
 
     def delete_key(self, key: str) -> bool:
         """Delete; returns whether the key was there."""
@@ -224,20 +199,30 @@ class KeyValueStore(Store):
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]
         return timeout
 
-    def _attempts(self, key: str) -> Iterator[None]:
-        """Attempts to change a key that others may change meanwhile, with growing pauses between.
+    def _change(self, key: str, change: Callable[[Entry | None], bytes | None]) -> Entry | None:
+        """Replace a value by what ``change`` makes of its entry; None: leave it.
 
-        Raises `DistStoreError` once they have taken the store's time-out.
+        Returns the entry that was replaced or left. Raises `DistStoreError` once others have
+        changed the key throughout the store's time-out.
         """
         seconds = self._timeout().total_seconds()
         deadline = time.monotonic() + seconds
-        for refused in count():
-            yield
-            if time.monotonic() >= deadline:
-                raise DistStoreError(
-                    f"others changed '{key}' throughout {seconds:g} s, so that nothing was changed"
-                )
-            time.sleep(min(pause_after(refused), max(0.0, deadline - time.monotonic())))
+        with _c10d_errors():
+            entry = self._client.get(self._prefix + key)
+            for refused in count():
+                if (value := change(entry)) is None:
+                    break
+                before, version = entry, None if entry is None else entry.version
+                entry, written = self._client.compare_and_set(self._prefix + key, value, version)
+                if written:
+                    return before
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise DistStoreError(
+                        f"others changed '{key}' throughout {seconds:g} s, so that nothing was "
+                        "changed"
+                    )
+                time.sleep(min(pause_after(refused), left))
+        return entry
 
     def _put(self, values: Mapping[str, bytes]) -> None:
         self._client.put_many(values)
@@ -297,12 +282,20 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
+def _value(entry: Entry | None) -> bytes:
+    return b"" if entry is None else entry.value
+
+
+def _queue(values: Sequence[bytes]) -> bytes:
+    return _QUEUE + msgspec.msgpack.encode(values)
+
+
 def _is_queue(entry: Entry) -> bool:
     return entry.value.startswith(_QUEUE)
 
 
 def _exists(entry: Entry) -> bool:
-    return entry.value != _EMPTY_QUEUE
+    return entry.value != _queue([])
 
 
 def _queued(entry: Entry | None) -> list[bytes]:

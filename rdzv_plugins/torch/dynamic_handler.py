@@ -80,9 +80,9 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
         """Close the run, let its keys expire after ``closed_ttl``, and close the client."""
         try:
             closed = super().shutdown()
-            if closed:
-                # The run is closed: that its id stays taken is not worth an error.
-                with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
+            # The run is closed: that its id stays taken is not worth an error.
+            with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
+                if closed:
                     self._client.expire(self._closed_ttl)
             return closed
         finally:
@@ -114,14 +114,9 @@ def create_torch_handler(
     address: str,
     attendance: Attendance | None = None,
 ) -> MendedDynamicRendezvousHandler:
-    """The handler of ``--rdzv-conf handler=torch``; the handler owns ``client`` and closes it.
+    """The handler of ``--rdzv-conf handler=torch``, which ends the client and the attendance.
 
-    Args:
-        address: of this node.
-        attendance: what this node does for a store that the nodes keep up; the handler ends it.
-
-    Raises:
-        ValueError: the run id is empty, or torch's handler does not have an option that is set.
+    Raises `ValueError` for an empty run id, and for an option that torch's handler does not have.
     """
     _refuse_ours(settings)
     handler: MendedDynamicRendezvousHandler = MendedDynamicRendezvousHandler.from_backend(
@@ -155,8 +150,7 @@ def check_settings(settings: Settings) -> None:
 def _refuse_ours(settings: Settings) -> None:
     every = option_names(Settings)
     names = ["master_port", "metrics_port", "metrics_host", "otel", "page_token_file"]
-    ours = (("restart_on_loss", "outage_limit"), ("abandoned_ttl", "check_disk_free"))
-    for first, last in ours:
+    for first, last in ("restart_on_loss", "outage_limit"), ("abandoned_ttl", "check_disk_free"):
         names += every[every.index(first) : every.index(last) + 1]
     if given := [name for name in names if getattr(settings, name) != getattr(Settings(), name)]:
         raise ValueError(f"handler=torch has no {', '.join(given)}; leave out, or use handler=rdzv")
