@@ -7,9 +7,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import to_builtins
 
@@ -36,42 +35,25 @@ _ABSENT = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """How many nodes a run had.
+class Size(NamedTuple):
+    """How many nodes a run had, of its round, or, while one forms, that are there for it."""
 
-    Attributes:
-        at: from when on, ISO 8601 in UTC, on the clock of this host.
-        nodes: of its round, or, while one forms, those that are there for it.
-        incarnation, round, runs: of which round, and whether that ran.
-    """
-
-    at: str
+    at: str  # From when on, ISO 8601 in UTC, on the clock of this host.
     nodes: int
     incarnation: str
     round: int
     runs: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The content of the store at one time, as plain data.
+class Snapshot(NamedTuple):
+    """The content of the store at one time, as plain data."""
 
-    Attributes:
-        at: when, ISO 8601 in UTC.
-        taken: the same on the monotonic clock.
-        away: since when the store is away, and why; None: it answered.
-        runs: a line for each run, the newest first.
-        reports: by run id; see `survey.Seen.report`.
-        sizes: by run id: what was seen of it since this process began.
-    """
-
-    at: str
-    taken: float
-    away: dict[str, str] | None
-    runs: list[dict[str, Any]]
-    reports: Mapping[str, dict[str, Any]]
-    sizes: Mapping[str, list[Size]]
+    at: str  # ISO 8601 in UTC.
+    taken: float  # The same on the monotonic clock.
+    away: dict[str, str] | None  # Since when the store is away, and why.
+    runs: list[dict[str, Any]]  # A line for each run, the newest first.
+    reports: Mapping[str, dict[str, Any]]  # By run id; see `survey.Seen.report`.
+    sizes: Mapping[str, list[Size]]  # By run id: what was seen of it since this process began.
 
 
 class Poller:
@@ -125,16 +107,12 @@ class Poller:
     async def run(self, run_id: str) -> dict[str, Any] | None:
         """A run's report with ``rounds``, the newest first, and ``sizes``; None: there is none."""
         snapshot = self.snapshot
-        report = snapshot.reports.get(run_id) if snapshot is not None else None
-        if snapshot is None or report is None:
+        if snapshot is None or run_id not in snapshot.reports:
             return None
         # Reads the store only after a round has begun or a run has ended.
         rows = await asyncio.to_thread(self._survey.rows, run_id)
-        seen = snapshot.sizes.get(run_id, [])
-        return report | {
-            "rounds": [to_builtins(row) for row in reversed(rows)],
-            "sizes": sizes(rows, seen),
-        }
+        seen = sizes(rows, snapshot.sizes.get(run_id, []))
+        return snapshot.reports[run_id] | {"rounds": to_builtins(rows[::-1]), "sizes": seen}
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -146,12 +124,9 @@ class Poller:
                 error = str(problem)
             self._tell(error)
             self._stopping.wait(max(0.0, began + _INTERVAL - time.monotonic()))
-            if not self._is_watched():
+            if not self.viewers and time.monotonic() - self._asked >= _ATTENTION_SECONDS:
                 self._wake.wait(_IDLE_INTERVAL)
             self._wake.clear()
-
-    def _is_watched(self) -> bool:
-        return self.viewers > 0 or time.monotonic() - self._asked < _ATTENTION_SECONDS
 
     def _tell(self, error: str | None) -> None:
         assert self._loop is not None
@@ -167,14 +142,8 @@ class Poller:
             run_id: _grown(self._sizes.get(run_id, []), _size(report, now))
             for run_id, report in reports.items()
         }
-        snapshot = Snapshot(
-            at=now,
-            taken=time.monotonic(),
-            away=away,
-            runs=[_line(report) for report in reports.values()],
-            reports=reports,
-            sizes=self._sizes,
-        )
+        lines = [*map(_line, reports.values())]
+        snapshot = Snapshot(now, time.monotonic(), away, lines, reports, self._sizes)
         # The loop is closed where the server ends at this moment.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._publish, snapshot)
@@ -189,26 +158,20 @@ def _line(report: Mapping[str, Any]) -> dict[str, Any]:
     """A run in the list of runs."""
     nodes = report.get("nodes")
     last = report.get("last") or {}
-    ranked = [node for node in nodes if node["rank"] is not None] if nodes is not None else []
-    return {
-        "run": report["run"],
-        "condition": report["condition"],
+    same = ("run", "condition", "told", "sentence", "began", "noted")
+    return {name: report[name] for name in same} | {
         "outcome": report.get("outcome", last.get("outcome")),
-        "told": report["told"],
-        "sentence": report["sentence"],
         "round": report.get("round", last.get("round")),
-        "nodes": len(ranked) if nodes is not None else last.get("nodes", 0),
-        "began": report["began"],
-        "noted": report["noted"],
+        "nodes": last.get("nodes", 0)
+        if nodes is None
+        else sum(node["rank"] is not None for node in nodes),
     }
 
 
 def sizes(rows: Sequence[Row], seen: Sequence[Size]) -> list[tuple[str, int]]:
     """Since when a run had how many nodes: fewer once some are lost, not only as a round runs.
 
-    Args:
-        rows: its rounds and ends, the oldest first; they tell what was before the last of them.
-        seen: what was seen of it; it tells what came since.
+    ``rows``, the oldest first, tell what was before the last of them, and ``seen`` what came since.
     """
     found: list[tuple[str, int]] = []
     for row in rows:
@@ -251,16 +214,11 @@ def _size(report: Mapping[str, Any], at: str) -> Size | None:
         for node in nodes
         if node["state"] not in _ABSENT and (node["rank"] is not None or phase == Phase.FORMING)
     ]
-    return Size(
-        at=at,
-        nodes=0 if report["condition"] == Condition.DEAD else len(there),
-        incarnation=report["incarnation"],
-        round=report["round"],
-        runs=phase == Phase.RUNNING,
-    )
+    number = 0 if report["condition"] == Condition.DEAD else len(there)
+    return Size(at, number, report["incarnation"], report["round"], phase == Phase.RUNNING)
 
 
 def _grown(known: list[Size], size: Size | None) -> list[Size]:
-    if size is None or (known and replace(known[-1], at=size.at) == size):
+    if size is None or (known and known[-1][1:] == size[1:]):
         return known
     return [*known[1 - _MOST_SIZES :], size]

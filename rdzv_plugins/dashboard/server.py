@@ -13,14 +13,10 @@ from typing import Any
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import (
-    PlainTextResponse,
-    RedirectResponse,
-    Response,
-    StreamingResponse,
-)
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -62,15 +58,9 @@ _FILES = {
 
 
 class Dashboard:
-    """The page's server.
+    """The page's server, which closes the survey when it ends; ``where`` names the store.
 
-    Args:
-        survey: of the runs; closed when the server ends.
-        where: names the store on the page; without secrets.
-        host, port: where it listens; port 0: on any free one.
-        access: who may look.
-
-    Raises OSError if it cannot listen there.
+    Raises OSError if it cannot listen at the host and the port; port 0: any free one.
     """
 
     def __init__(
@@ -118,7 +108,7 @@ class Dashboard:
                 Route("/events", self._events),
                 Route(HEALTH, self._health),
             ],
-            middleware=[Middleware(_Headers), Middleware(_Access, access, self.port)],
+            middleware=[Middleware(_Access, access, self.port)],
             lifespan=self._lifespan,
         )
 
@@ -215,24 +205,11 @@ class _Protocol(H11Protocol):
         self._late = self.loop.call_later(_REQUEST_SECONDS / 2, self._end_if_idle)
 
 
-class _Headers:
-    """Adds the headers that every answer has."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._added = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *self._added]
-            await send(message)
-
-        await self._app(scope, receive, with_headers)
-
-
 class _Access:
-    """Refuses who may not look. A browser that has the token in an address gets a cookie for it."""
+    """Refuses who may not look, and adds the headers that every answer has.
+
+    A browser that has the token in an address gets a cookie for it.
+    """
 
     def __init__(self, app: ASGIApp, access: PageAccess, port: int) -> None:
         self._app = app
@@ -241,8 +218,13 @@ class _Access:
         self._cookie = f"rdzv-{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
         answer = self._answer(Request(scope)) if scope["type"] == "http" else None
-        await (self._app if answer is None else answer)(scope, receive, send)
+        await (self._app if answer is None else answer)(scope, receive, with_headers)
 
     def _answer(self, request: Request) -> Response | None:
         headers, access = request.headers, self._access

@@ -19,11 +19,7 @@ class CannotRunError(Exception):
 
 
 class Check(Protocol):
-    """One thing that must be well with this host.
-
-    Attributes:
-        name: for people.
-    """
+    """One thing that must be well with this host; people see its name."""
 
     name: str
 
@@ -37,9 +33,7 @@ class Check(Protocol):
 class CallCheck:
     """A Python callable without arguments that returns None, or why the node is unfit.
 
-    Args:
-        name: for people.
-        load: returns the callable; it may import what is not installed.
+    ``load`` returns the callable; it may import what is not installed.
     """
 
     def __init__(self, name: str, load: Callable[[], Callable[[], object]]) -> None:
@@ -52,16 +46,14 @@ class CallCheck:
         except CannotRunError:
             raise
         except BaseException as error:  # In this thread SystemExit would end nothing.
-            raise CannotRunError(
-                f"it raised {type(error).__name__}: {last_line(str(error))}"
-            ) from error
+            said = last_line(str(error))
+            raise CannotRunError(f"it raised {type(error).__name__}: {said}") from error
         if reason is None:
             return None
-        if not isinstance(reason, str):
-            raise CannotRunError(
-                f"it returned {type(reason).__name__}, which is neither None nor a reason"
-            )
-        return last_line(reason) or "it fails, and gives no reason"
+        if isinstance(reason, str):
+            return last_line(reason) or "it fails, and gives no reason"
+        kind = type(reason).__name__
+        raise CannotRunError(f"it returned {kind}, which is neither None nor a reason")
 
 
 def last_line(text: str) -> str:

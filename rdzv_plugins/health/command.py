@@ -35,11 +35,7 @@ def arguments_of(command: str) -> list[str]:
 
 
 class CommandCheck:
-    """Starts a program, without a shell, in a process group of its own.
-
-    Args:
-        arguments: the program and its arguments.
-    """
+    """Starts a program, without a shell, in a process group of its own."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.name = Path(arguments[0]).name
@@ -97,8 +93,5 @@ def _read(process: subprocess.Popen[bytes], given_up: threading.Event) -> bytes:
 def _what_became_of(status: int) -> str:
     if status > 0:
         return f"exited with {status}, and printed nothing"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"was ended by {name}, and printed nothing"
+    names = {it.value: it.name for it in signal.Signals}
+    return f"was ended by {names.get(-status, f'signal {-status}')}, and printed nothing"

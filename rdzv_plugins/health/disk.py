@@ -11,11 +11,9 @@ _BLOCK = b"\0" * 4096
 
 
 def check(directory: str | None, least: float) -> str | None:
-    """Why the directory is of no use; None where it is.
+    """Why fewer than so many GiB are free in the directory, or none can be written; else None.
 
-    Args:
-        directory: none: $TMPDIR, or the system's.
-        least: GiB that must be free.
+    ``directory`` None: $TMPDIR, or the system's.
     """
     # Not tempfile.gettempdir(): that looks for another directory where $TMPDIR cannot be written.
     place = directory or os.environ.get("TMPDIR") or tempfile.gettempdir()

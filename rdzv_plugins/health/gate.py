@@ -30,21 +30,15 @@ _NETWORK_SHARE = 0.8
 
 
 class Gate:
-    """The checks of one node.
+    """The checks of one node, in their order.
 
     Args:
-        checks: run in this order; the first that fails is the reason.
         seconds: the limit of each.
-        fails_open: a check that cannot run counts as passed.
-        warn: takes a line for each such.
+        fails_open: a check that cannot run counts as passed; ``warn`` takes a line for each such.
     """
 
     def __init__(
-        self,
-        checks: Sequence[Check],
-        seconds: float,
-        fails_open: bool,
-        warn: Callable[[str], None],
+        self, checks: Sequence[Check], seconds: float, fails_open: bool, warn: Callable[[str], None]
     ) -> None:
         self._checks = checks
         self._seconds = seconds
@@ -171,12 +165,7 @@ def gate_of(
     peer: Callable[[], tuple[str, int] | None],
     warn: Callable[[str], None],
 ) -> Gate | None:
-    """The gate that the options ask for; None: none.
-
-    Args:
-        peer: as in `network.check`.
-        warn: as in `Gate`.
-    """
+    """The gate that the options ask for; None: none. ``peer`` is as in `network.check`."""
     checks: list[Check] = [_check(name, settings, peer) for name in settings.check_names]
     if settings.check_command is not None:
         checks.append(CommandCheck(arguments_of(settings.check_command)))
@@ -199,17 +188,12 @@ def refuse_unknown_checks(settings: Settings) -> None:
 
 
 def _check(name: str, settings: Settings, peer: Callable[[], tuple[str, int] | None]) -> Check:
-    match name:
-        case "gpu":
-            gpu = GpuCheck()
-            return CallCheck(name, lambda: gpu)
-        case "disk":
-            found = partial(disk.check, settings.check_disk, settings.check_disk_free)
-            return CallCheck(name, lambda: found)
-        case "network":
-            dials = partial(network.check, peer, _NETWORK_SHARE * settings.check_timeout)
-            return CallCheck(name, lambda: dials)
-    return CallCheck(name, partial(_load, name))
+    shipped: dict[str, Callable[[], object]] = {
+        "gpu": GpuCheck(),
+        "disk": partial(disk.check, settings.check_disk, settings.check_disk_free),
+        "network": partial(network.check, peer, _NETWORK_SHARE * settings.check_timeout),
+    }
+    return CallCheck(name, lambda: shipped[name] if name in shipped else _load(name))
 
 
 def _load(name: str) -> Callable[[], object]:

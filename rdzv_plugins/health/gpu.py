@@ -31,10 +31,8 @@ _MOST_EVENTS = 1000
 class GpuCheck:
     """A callable without arguments; it remembers XID errors that came between two calls.
 
-    An XID error that means a broken GPU is held against it until this process ends.
-
-    Args:
-        nvml: the module ``pynvml``; None: it is imported by the first call.
+    An XID error that means a broken GPU is held against it until this process ends. The first call
+    imports ``pynvml``, unless ``nvml`` stands for it.
     """
 
     def __init__(self, nvml: Any = None) -> None:
@@ -139,12 +137,9 @@ def _faults(nvml: Any) -> Iterator[str]:
 
 def _uncorrected(nvml: Any, handle: Any) -> int:
     """Uncorrected ECC errors since the driver was loaded or the GPU was reset."""
+    kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     try:
-        return int(
-            nvml.nvmlDeviceGetTotalEccErrors(
-                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-            )
-        )
+        return int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC))
     except nvml.NVMLError:
         return 0  # It has no ECC, or that is off.
 

@@ -18,10 +18,8 @@ _PAUSE_SECONDS = 0.5
 def check(peer: Callable[[], tuple[str, int] | None], seconds: float) -> str | None:
     """Why this node is cut off from the others; None where it is not, or nobody can tell.
 
-    Args:
-        peer: address and port of rank 0 in this node's last round; None: the run does not count on
-            it, or this node is it.
-        seconds: how long to try.
+    ``peer`` tells address and port of rank 0 in this node's last round; None: the run does not
+    count on it, or this node is it.
     """
     deadline = time.monotonic() + seconds
     while (place := peer()) is not None:

@@ -248,11 +248,11 @@ class Inspection:
         """Whether the run has been watched for long enough to tell who lives."""
         if self._needs_no_watch:
             return True
-        live = [node for node in self._asked if self._lives(node)]
-        unknown = [node for node in self._asked if node not in live and not self.is_silent(node)]
+        live = {node for node in self._asked if self._lives(node)}
         forming = self.document is None or self.document.phase is Phase.FORMING
         if live and (not forming or self._watched >= _WATCHED_SECONDS):
             return True
+        unknown = not all(map(self.is_silent, {*self._asked} - live))
         return not unknown or self._watched >= _LONGEST_WATCH_SECONDS
 
     @property
@@ -371,18 +371,15 @@ class Inspection:
     @property
     def situation(self) -> Situation:
         """The run as it was read, where there is a document."""
-        document = self.document
-        assert document is not None
-        return assess_from_outside(
-            document, self.records, self.is_silent, self.is_lost, time.time()
-        )
+        assert self.document is not None
+        found = self.document, self.records, self.is_silent, self.is_lost
+        return assess_from_outside(*found, time.time())
 
     def _what_it_was(self) -> str:
         if self._waits_to_be_fit:
             return str(diagnose(None, self.records, self.is_silent))
-        if self.is_torchs:
-            return "a run of handler=torch, whose state cannot be shown"
-        return what_it_was(self.last)
+        torchs = "a run of handler=torch, whose state cannot be shown"
+        return torchs if self.is_torchs else what_it_was(self.last)
 
     @property
     def last_call_until(self) -> int:
@@ -472,19 +469,17 @@ def what_it_was(last: Row | Listed | None) -> str:
 def settle(inspections: Iterable[Inspection], surely: bool = False) -> None:
     """Look at all these runs until it can be told of each who lives: up to 12 s.
 
-    Args:
-        surely: until each one `is_sure`, if that comes within those 12 s.
+    ``surely``: until each one `is_sure`, if that comes within those 12 s.
     """
     left = list(inspections)
-    for inspection in left:
-        inspection.look()
     ends = time.monotonic() + (_LONGEST_WATCH_SECONDS if surely else math.inf)
-    while left := [it for it in left if not (it.can_tell and (it.is_sure or not surely))]:
-        if time.monotonic() >= ends:
-            return
-        time.sleep(LOOK_SECONDS)
+    while True:
         for inspection in left:
             inspection.look()
+        left = [it for it in left if not (it.can_tell and (it.is_sure or not surely))]
+        if not left or time.monotonic() >= ends:
+            return
+        time.sleep(LOOK_SECONDS)
 
 
 def is_torchs(client: KeyValueClient) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hmac
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from http import HTTPStatus
+from typing import NamedTuple
 
 from rdzv_plugins.peers.addresses import is_loopback
 from rdzv_plugins.settings.options import Settings, UnreadableFileError
@@ -24,28 +24,18 @@ HEALTH = "/healthz"
 """The path that is answered without a token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An answer to who may not read a page: its status, and a line of text."""
+class Refusal(NamedTuple):
+    """An answer to who may not read a page; its headers tell clients what to send."""
 
     status: HTTPStatus
     text: str
-
-    @property
-    def headers(self) -> dict[str, str]:
-        # Clients know by it what to send.
-        is_unknown = self.status is HTTPStatus.UNAUTHORIZED
-        return {"www-authenticate": "Bearer"} if is_unknown else {}
+    headers: dict[str, str]
 
 
 class PageAccess:
-    """Tells who may read what a server at ``host`` shows.
+    """Tells who may read what a server at ``host`` shows; ``page_token_file`` is read each time.
 
-    Args:
-        settings: ``page_token`` and ``page_token_file``; the file is read at each request.
-
-    Raises:
-        ValueError: others reach the server, and there is no token, or its file has none.
+    Raises `ValueError` if others reach the server, and there is no token, or its file has none.
     """
 
     def __init__(self, host: str, settings: Settings) -> None:
@@ -60,22 +50,20 @@ class PageAccess:
         self._names = {"localhost", "127.0.0.1", "[::1]", host}
 
     def refusal(self, path: str, host: str, authorization: str) -> Refusal | None:
-        """Why this request gets no page; None: it gets one.
-
-        Args:
-            host, authorization: the headers of these names; "": it has none.
-        """
-        self._read_again()
+        """Why this request with these headers gets no page; None: it gets one."""
+        with suppress(UnreadableFileError):  # It is being replaced: the last one goes on.
+            self._token = self._settings.current_page_token()
         if self._token is None:
-            if not host or _without_port(host) in self._names:
+            # An IPv6 address has brackets.
+            if not host or re.sub(r":[0-9]*\Z", "", host.strip().lower()) in self._names:
                 return None
             text = "this server is asked by its address at loopback"
-            return Refusal(HTTPStatus.BAD_REQUEST, text)
+            return Refusal(HTTPStatus.BAD_REQUEST, text, {})
         scheme, _, given = authorization.partition(" ")
         if path == HEALTH or (scheme.lower() == "bearer" and self.is_token(given.strip())):
             return None
         text = "this page needs its token, as the header Authorization: Bearer"
-        return Refusal(HTTPStatus.UNAUTHORIZED, text)
+        return Refusal(HTTPStatus.UNAUTHORIZED, text, {"www-authenticate": "Bearer"})
 
     def is_token(self, given: str) -> bool:
         """Whether this is the token; no time that it takes tells how much of it is right."""
@@ -89,20 +77,11 @@ class PageAccess:
     def is_cookie(self, given: str) -> bool:
         return self._token is not None and hmac.compare_digest(_bytes(given), _bytes(self.cookie))
 
-    def _read_again(self) -> None:
-        with suppress(UnreadableFileError):  # It is being replaced: the last one goes on.
-            self._token = self._settings.current_page_token()
-
 
 def refuse_open_metrics(settings: Settings) -> None:
     """Raise `ValueError` if an agent with these settings would serve its metrics to anybody."""
     if settings.metrics_port is not None:
         PageAccess(settings.metrics_host or LOOPBACK, settings)
-
-
-def _without_port(host: str) -> str:
-    """The host of a ``Host`` header, in lower case; an IPv6 address with its brackets."""
-    return re.sub(r":[0-9]*\Z", "", host.strip().lower())
 
 
 def _bytes(text: str) -> bytes:

@@ -35,12 +35,9 @@ class Endpoint:
         parameters: Collection[str] = (),
         instead: Mapping[str, str] | None = None,
     ) -> None:
-        """Raise `ValueError` for parts that a store would ignore.
+        """Raise `ValueError` for a path or parameters that a store does not take.
 
-        Args:
-            path: whether the store takes one.
-            parameters: names that it takes in the query.
-            instead: what to write for other names.
+        ``instead``: what to write for parameters of other names.
         """
         if self.path.strip("/") and not path:
             raise ValueError(f"the endpoint has a path, '{redact(self.path)}': leave it out")
@@ -178,19 +175,13 @@ def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] =
     hosts: tuple[tuple[str, int], ...] = ()
     if location or scheme != "unix":
         hosts = tuple(_parse_host(item, text, default_port) for item in location.split(","))
-    pairs = parse_qsl(query, keep_blank_values=True)
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
+    parameters: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name in parameters:
             raise ValueError(f"the endpoint '{redact(text)}' has the parameter '{name}' twice")
-    return Endpoint(
-        scheme=scheme,
-        hosts=hosts,
-        user=unquote(user) or None,
-        password=unquote(password) or None,
-        path=unquote(path),
-        query=dict(pairs),
-    )
+        parameters[name] = value
+    name, secret = unquote(user) or None, unquote(password) or None
+    return Endpoint(scheme, hosts, name, secret, unquote(path), parameters)
 
 
 def _not_a_url(endpoint: str) -> ValueError:
@@ -200,9 +191,11 @@ def _not_a_url(endpoint: str) -> ValueError:
 def _parse_host(item: str, endpoint: str, default_port: int) -> tuple[str, int]:
     if "[" in item or "]" in item:
         bracketed = re.fullmatch(r"\[(.*)\](?::(.*))?", item)
-        if bracketed is None or not _is_ipv6(bracketed[1]):
-            raise _not_a_url(endpoint)
-        host, port = bracketed[1], bracketed[2] or ""
+        host, port = (bracketed[1], bracketed[2] or "") if bracketed is not None else ("", "")
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise _not_a_url(endpoint) from None
     elif item.count(":") > 1:
         raise ValueError(
             f"the endpoint '{redact(endpoint)}' has more than one port after a host; "
@@ -215,11 +208,3 @@ def _parse_host(item: str, endpoint: str, default_port: int) -> tuple[str, int]:
     if port and (not _PORT.fullmatch(port) or not 0 < int(port) < 65536):
         raise ValueError(f"the endpoint '{redact(endpoint)}' has no valid port")
     return host, int(port) if port else default_port
-
-
-def _is_ipv6(address: str) -> bool:
-    try:
-        ipaddress.IPv6Address(address)
-    except ValueError:
-        return False
-    return True

@@ -37,9 +37,6 @@ COUNTERPARTS = {
     "etcd_prefix": "prefix",
 }
 
-_OF_A_WORLD_THAT_VARIES = (
-    "last_call_timeout", "replacement_timeout", "grow", "min_uptime", "resize_interval",
-)  # fmt: skip
 
 Options = TypeVar("Options")
 
@@ -61,14 +58,12 @@ def parse_options(
     Raises:
         ValueError: an unknown option, or a value of the wrong type or out of range.
     """
-    own: dict[str, Field[Any]] = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
-    known = [*own, *also_allowed]
-    for name in config:
-        if not _is_accepted(name, known):
-            raise _unknown(name, known)
+    known = [*option_names(cls), *also_allowed]
+    for name in _others(config, known):
+        raise _unknown(name, known)
     hints = get_type_hints(cls)
     values: dict[str, object] = {}
-    for item in own.values():
+    for item in fields(cls):  # type: ignore[arg-type]
         values |= _given(item, hints[item.name], config, environ)
     return cls(**values)
 
@@ -89,8 +84,7 @@ def refused_options(
 def unknown_options(config: Mapping[str, object], known: Iterable[str]) -> list[tuple[str, str]]:
     """The options in ``config`` that are none of ``known``, and what to say of each."""
     names = [*known]
-    others = [name for name in config if not _is_accepted(name, names)]
-    return [(name, str(_unknown(name, names))) for name in others]
+    return [(name, str(_unknown(name, names))) for name in _others(config, names)]
 
 
 def without_effect(config: Mapping[str, object], known: Iterable[str]) -> list[str]:
@@ -111,34 +105,27 @@ def idle_options(
 ) -> list[str]:
     """A line for each option of the handler that is set, while another one leaves it no effect.
 
-    Args:
-        nnodes: the least and the most nodes, if they are known.
+    ``nnodes``: the least and the most nodes, if they are known.
     """
     its, checked = settings, bool(settings.check_command or settings.check_names)
-    varies = nnodes is None or nnodes[0] < nnodes[1]
-    idle = {
-        "no_progress_uptime": (its.no_progress_rounds == 0, "no_progress_rounds is not set"),
-        "quarantine_window": (its.quarantine_after == 0, "quarantine_after is 0"),
-        "rank": (its.rank_order != "hint", "rank_order is not hint"),
-        "check_timeout": (not checked, "there is neither check_command nor checks"),
-        "check_at": (not checked, "there is neither check_command nor checks"),
-        "check_fails_open": (not checked, "there is neither check_command nor checks"),
-        "check_disk": ("disk" not in its.check_names, "checks does not name disk"),
-        "check_disk_free": ("disk" not in its.check_names, "checks does not name disk"),
-        "metrics_host": (its.metrics_port is None, "metrics_port is not set"),
-        "page_token_file": (its.metrics_port is None, "metrics_port is not set"),
-        "min_uptime": (its.grow == "never", "grow is never"),
-        "resize_interval": (its.grow == "never", "grow is never"),
-    }
-    if not varies:
-        for name in _OF_A_WORLD_THAT_VARIES:
-            idle[name] = True, "--nnodes is one number, so no round waits for more or grows"
-    given = {name for name in option_names(Settings) if name in config}
-    given |= {name for name in idle if environ.get(ENVIRONMENT_PREFIX + name.upper())}
+    reasons = [
+        (its.no_progress_rounds == 0, "no_progress_rounds is not set", "no_progress_uptime"),
+        (its.quarantine_after == 0, "quarantine_after is 0", "quarantine_window"),
+        (its.rank_order != "hint", "rank_order is not hint", "rank"),
+        (not checked, "there is neither check_command nor checks",
+            "check_timeout check_at check_fails_open"),
+        ("disk" not in its.check_names, "checks does not name disk", "check_disk check_disk_free"),
+        (its.metrics_port is None, "metrics_port is not set", "metrics_host page_token_file"),
+        (its.grow == "never", "grow is never", "min_uptime resize_interval"),
+        (nnodes is not None and nnodes[0] == nnodes[1],
+            "--nnodes is one number, so no round waits for more or grows",
+            "last_call_timeout replacement_timeout grow min_uptime resize_interval"),
+    ]  # fmt: skip
+    idle = {name: why for is_idle, why, names in reasons if is_idle for name in names.split()}
     return [
         f"option '{name}' has no effect: {why}"
-        for name, (is_idle, why) in idle.items()
-        if is_idle and name in given
+        for name, why in idle.items()
+        if name in config or environ.get(ENVIRONMENT_PREFIX + name.upper())
     ]
 
 
@@ -155,8 +142,9 @@ def unknown_variables(
     return found
 
 
-def _is_accepted(name: str, known: Iterable[str]) -> bool:
-    return name in known or name == TIMEOUT_OF_TORCH or name in WITHOUT_EFFECT
+def _others(config: Mapping[str, object], known: Iterable[str]) -> list[str]:
+    accepted = {*known, TIMEOUT_OF_TORCH, *WITHOUT_EFFECT}
+    return [name for name in config if name not in accepted]
 
 
 def _unknown(name: str, known: list[str]) -> ValueError:
@@ -216,21 +204,17 @@ def _has_timeout(config: Mapping[str, object]) -> bool:
 
 
 def _convert(name: str, raw: object, hint: Any, item: Field[Any]) -> object:
-    kind = (
-        next(arg for arg in get_args(hint) if arg is not types.NoneType)
-        if (isinstance(hint, types.UnionType))
-        else hint
-    )
+    # The type itself, or that of "type | None".
+    kind = next((arg for arg in get_args(hint) if arg is not types.NoneType), hint)
     text = str(raw).strip()
     # Do not show a secret, even a malformed one.
     shown = "its value" if item.metadata.get("secret") else f"'{text}'"
     value: object
     if kind is bool:
-        words = {"1": True, "true": True, "t": True, "yes": True, "y": True}
-        words |= {"0": False, "false": False, "f": False, "no": False, "n": False}
-        if text.lower() not in words:
+        is_true = text.lower() in ("1", "true", "t", "yes", "y")
+        if not is_true and text.lower() not in ("0", "false", "f", "no", "n"):
             raise ValueError(f"option '{name}': {shown} is neither true nor false")
-        return words[text.lower()]
+        return is_true
     try:
         value = kind(text)
     except ValueError:

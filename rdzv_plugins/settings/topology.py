@@ -39,9 +39,7 @@ def levels(domain: str) -> list[str]:
 def find_domain(given: str | None, environ: Mapping[str, str]) -> str | None:
     """The domain of this node, in the one form that all nodes compare; None: nobody knows it.
 
-    Args:
-        given: the option ``domain``.
-        environ: with Slurm's variables, if it started this process.
+    ``given`` is the option ``domain``.
     """
     if given is not None:
         return "/".join(levels(given))

@@ -1,8 +1,4 @@
-"""A job as it is going to be started: torchrun's arguments, as far as `rdzv check` needs them.
-
-Here they are parsed, and what is wrong with them is found: ``--rdzv-backend``, all options of
-``--rdzv-conf`` and all ``RDZV_PLUGINS_*``.
-"""
+"""A job as it is going to be started, and what is wrong with its arguments and options."""
 
 from __future__ import annotations
 
@@ -134,8 +130,7 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
         client = client_class(job.backend)
     except ValueError as error:
         yield Finding(Mark.FAILED, "backend", str(error))
-    ours = option_names(Settings)
-    theirs = option_names(client.options) if client else []
+    known = option_names(Settings, *([client.options] if client else []))
     refused = refused_options(Settings, job.conf, job.environ)
     settings = _settings(job, [name for name, _ in refused])
     if unfit := _torch():
@@ -144,13 +139,14 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
     of_handler += _faults(_rules(job, settings, with_torch=unfit is None))
     told: list[tuple[str, str]] = []
     if client:
-        wrong = [why for _, why in unknown_options(job.conf, [*ours, *theirs])]
+        wrong = [why for _, why in unknown_options(job.conf, known)]
         wrong += [why for _, why in refused_options(client.options, job.conf, job.environ)]
-        told = [*strange_variables(job.environ, [*ours, *theirs], job.backend)]
+        told = [*strange_variables(job.environ, known, job.backend)]
     if client and not wrong:
+        own = _only(option_names(client.options), job.conf)
         try:
             # Each option is valid by itself; a store may refuse them together.
-            options = parse_options(client.options, _only(theirs, job.conf), job.environ)
+            options = parse_options(client.options, own, job.environ)
         except ValueError as error:
             wrong = [str(error)]
     for why in (*of_handler, *wrong):
@@ -158,13 +154,12 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
     for found, advice in told:
         yield Finding(Mark.WARNING if advice else Mark.OK, "environment", found, advice)
     idle = [] if of_handler else idle_options(job.conf, job.environ, settings, job.nnodes)
-    for line in (*without_effect(job.conf, [*ours, *theirs]), *idle):
+    for line in (*without_effect(job.conf, known), *idle):
         yield Finding(Mark.OK, "options", line)
     if client is None or wrong or any(finding.what == "options" for finding in job.malformed):
         return None
     if not (job.malformed or of_handler or told):
-        known = {ENVIRONMENT_PREFIX + name.upper() for name in (*ours, *theirs)}
-        here = len(known & job.environ.keys())
+        here = len({ENVIRONMENT_PREFIX + name.upper() for name in known} & job.environ.keys())
         found = f"{len(job.conf)} in --rdzv-conf and {here} in the environment are valid"
         yield Finding(Mark.OK, "options", found)
     return Chosen(client, options, settings)
@@ -198,23 +193,20 @@ def check_secrets(job: Job, chosen: Chosen) -> Iterator[Finding]:
         name = "password" if password else "token"
         advice = f"set $RDZV_PLUGINS_{name.upper()}, or name a file with {name}_file=..."
         yield Finding(Mark.WARNING, "password", found, advice)
-    yield _secret(chosen)
-
-
-def _secret(chosen: Chosen) -> Finding:
+    mark, advice = Mark.OK, ""
+    found = "set: every value is sealed, and all nodes and commands need the same"
     try:
         secrets = chosen.options.secrets()
     except ValueError as error:
-        return Finding(Mark.FAILED, "secret", str(error))
+        yield Finding(Mark.FAILED, "secret", str(error))
+        return
     if not secrets:
         found = "none: whoever can write to the store may join, and so run code on the nodes"
         advice = "$RDZV_PLUGINS_SECRET on all nodes keeps strangers out"
-        return Finding(Mark.OK, "secret", found, advice)
-    if min(map(len, secrets)) < _SHORTEST_SECRET:
+    elif min(map(len, secrets)) < _SHORTEST_SECRET:
+        mark, advice = Mark.WARNING, "take one of `openssl rand -hex 32`"
         found = f"set, of less than {_SHORTEST_SECRET} characters: who reads the store may guess it"
-        return Finding(Mark.WARNING, "secret", found, "take one of `openssl rand -hex 32`")
-    found = "set: every value is sealed, and all nodes and commands need the same"
-    return Finding(Mark.OK, "secret", found)
+    yield Finding(mark, "secret", found, advice)
 
 
 def _torch() -> Finding | None:
