@@ -1,10 +1,10 @@
-"""Nodes that are accused of having ended: named, asked, and lost if they do not answer.
+"""Nodes that are accused of having ended: named in the document, and lost if they do not answer.
 
 Two signs are needed, which fail for different reasons. First, a participant that had a link to the
-node was refused when it dialled again, and says so in its record. Second, the node, named in the
-document, writes no heartbeat within the time that a wake-up takes on this store. A proxy, a
-firewall or a dead listener gives only the first sign; a node that stands still gives neither.
-Rule: accusations.
+node dials it again, its connection is refused, and it says so in its record. Second, the node,
+named in the document, writes no heartbeat within the time that a wake-up takes on this store. A
+proxy, a firewall or a dead listener gives only the first sign; a node that stands still gives
+neither. Rule: accusations.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from msgspec.structs import replace
 from rdzv_plugins.protocol.documents import Accusation, NodeRecord, RoundDocument
 from rdzv_plugins.protocol.rules import View
 
-# Accusations of at least _FEWEST nodes, and of more than one in _LARGE_PART, lose nobody: a mesh
-# that restarts refuses for all nodes, and what slows all of them down keeps them from answering.
+# Accusations of at least _FEWEST nodes, and of more than one in _LARGE_PART, lose nobody: a
+# restarting service mesh refuses connections to all nodes, and whatever slows all of them down
+# delays their answers.
 _LARGE_PART, _FEWEST = 3, 8
-# A document names so many accused nodes at once; the others follow.
+# A document names at most this many accused nodes at once.
 _MOST_NAMED = 64
-# The accused is given so many times as much more as this node, or the accused by its own word, is
-# held up by, on a busy host or a store that is slow or far.
+# The accused has this many times the seconds by which this node or the accused itself is held up,
+# on a busy host or a slow or far store.
 _TIMES = 4.0
 
 
 def answered_within(view: View, record: NodeRecord) -> float:
-    """Seconds within which this accused node has answered, if it lives."""
+    """Seconds within which this accused node answers, if it lives."""
     return _least(view) + _TIMES * max(view.latency, record.slow / 1000)
 
 
@@ -36,16 +37,16 @@ def _least(view: View) -> float:
 
 
 def until_answered(view: View, node: str, record: NodeRecord) -> float:
-    """Seconds after which to look whether it has; 0: it has not in time."""
+    """Seconds after which to look again whether the node has answered; 0: it has not in time."""
     silence, least = view.unanswered.get(node, 0.0), _least(view)
-    # How late this node wakes is known best once it has waited.
+    # This node knows best how late it wakes once it has waited.
     return max(0.0, (least if silence < least else answered_within(view, record)) - silence)
 
 
 def naming_the_accused(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> RoundDocument | None:
-    """The document that asks those who are accused; None: it does already."""
+    """The document that also names newly accused nodes; None: there are none to name."""
     if view.rules.answer is None:
         return None
     accused = _accused(document, records)
@@ -62,7 +63,7 @@ def naming_the_accused(
 def with_verdicts(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> RoundDocument:
-    """The document with the verdict on those who have not answered in time."""
+    """The document where accused nodes that have not answered in time are lost."""
     if view.rules.answer is None or not document.accused:
         return document
     accused = _accused(document, records)
@@ -87,7 +88,7 @@ def with_verdicts(
 def until_a_verdict(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> float | None:
-    """Seconds after which it is known of one more node whether it answers; None: of none."""
+    """Seconds until the next accused node must have answered; None: none is asked."""
     if view.rules.answer is None or not document.accused:
         return None
     accused = _accused(document, records)
@@ -102,7 +103,7 @@ def until_a_verdict(
 def found_gone(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, Accusation]:
     """Nodes that are lost by accusations.
 
-    One that beats again was not gone: it comes in as others do.
+    A node that beats again was not gone, and comes in like a new node.
     """
     found = {}
     for it in document.accused:

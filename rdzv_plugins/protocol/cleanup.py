@@ -1,4 +1,4 @@
-"""Ends: of a run, and of the keys that a round leaves behind when the next one runs."""
+"""How a run ends, and how the keys of earlier rounds are deleted when the next round runs."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def close_run(
     """Close a run, whatever its state, and let its keys expire. Rule: closed stays closed.
 
     Args:
-        node_id: who closes.
-        latest: the run that is meant, as this node last saw it: no other run of its id is closed,
-            and this one also where the store has forgotten it. None: whatever run is there.
+        node_id: of the node that closes the run.
+        latest: the run to close, as this node last saw it, even if the store has forgotten it; no
+            other run of the id is closed. None: close whatever run is there.
         why: for people.
-        sweep_after: seconds that its keys stay.
-        may_close: whether the run may be closed where its document is this one; asked again
-            whenever the document changes meanwhile.
-        told: the log of this node says already that another node closed the run.
+        sweep_after: seconds for which its keys stay.
+        may_close: whether the run may be closed with this document; called again whenever the
+            document changes.
+        told: this node's log says already that another node closed the run.
 
     Returns:
         Whether the run is closed, by this node or another.
@@ -69,10 +69,10 @@ def close_run(
         document = _readable(entry, latest)
         if document is None and latest is not None:
             if (yield from ReadTombstone(latest.incarnation)):
-                # The keys that this node wrote since the sweep would have no end.
+                # The keys that this node wrote since the sweep would never expire.
                 yield from Drop((NODES_PREFIX + node_id,))
                 return True
-            # A node that waits for it needs the end, and not the names of thousands.
+            # A waiting node needs the end, and not the names of thousands of nodes.
             document, _ = apart(latest, INLINE)
         if document is not None and not document.is_whole:
             document = yield from with_rank(document, node_id, known_ranks(latest))
@@ -80,7 +80,7 @@ def close_run(
             return False
         by_hand = document.closed and document.outcome is Outcome.CLOSED
         if by_hand and outcome is Outcome.FAILED and document.names(node_id):
-            # The nodes that train after that wait for this node's workers, for ever.
+            # The nodes that still train would wait for this node's workers for ever.
             failed = replace(document, outcome=outcome, cause=Cause(note=why))
             expected = entry.version if entry else None
             entry, written = yield from CompareAndSet(STATE_KEY, failed.encode(), expected)
@@ -93,8 +93,8 @@ def close_run(
             if document.cause.note != why and not told:
                 yield from Tell("closed", f"the run is closed: {document.reason}")
             if not document.expires and entry is not None and document.cause.note == why:
-                # This node closed it just now, and could not do the rest. Not for others: thousands
-                # come here at once when a job ends.
+                # This node closed the run, and could not do the rest. Only this node does the rest
+                # now: thousands come here at once when a job ends.
                 yield from let_expire(document, entry.version, sweep_after)
             return True
         if not may_close(document):
@@ -108,7 +108,7 @@ def close_run(
         conflicts += 1
         yield from after_conflict(conflicts)
     yield from Tell("closed", f"the run is closed: {why}")
-    # Joiners wait for the document; the leader waits for its bell.
+    # Joining nodes wait for the document; the leader waits for its bell.
     yield from Ring(node_id)
     yield from RecordHistory(record_of(closed, {}, kept=sweep_after))
     yield from let_expire(closed, entry.version, sweep_after)
@@ -116,7 +116,7 @@ def close_run(
 
 
 def _readable(entry: Entry | None, latest: RoundDocument | None) -> RoundDocument | None:
-    """The document; None where there is none, or where it is damaged and a valid one is known."""
+    """The document; None: there is none, or it is damaged and a valid one is known."""
     try:
         return RoundDocument.decode(entry.value) if entry else None
     except CorruptDocumentError:
@@ -128,7 +128,7 @@ def _readable(entry: Entry | None, latest: RoundDocument | None) -> RoundDocumen
 def let_expire(closed: RoundDocument, version: Version | None, sweep_after: float) -> Effects[None]:
     """Free the id of a closed run after ``sweep_after`` seconds, once.
 
-    The tombstone comes first: after the sweep only the tombstone tells a node that its run ended.
+    Write the tombstone first: after the sweep only the tombstone tells a node that its run ended.
     """
     failure: RendezvousConnectionError | None = None
     for attempt in range(_TOMBSTONE_ATTEMPTS):
@@ -138,13 +138,12 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
         except RendezvousConnectionError as error:
             failure = error
         if attempt == 0:
-            # The tombstone may have taken long. If the store has lost the run since then, another
-            # run may have its id by now, and must keep its keys.
+            # If the store lost the run during a long write of the tombstone, another run may have
+            # its id by now, and must keep its keys.
             document = _readable((yield from Read(STATE_KEY)), closed)
             if document is None or not (document.closed and document.is_of(closed)):
                 return
-            # Fails too if the store is away. If the store refuses only the tombstone, the id must
-            # become free all the same.
+            # If the store refuses only the tombstone, the id must become free all the same.
             yield from Expire(sweep_after)
         if failure is None:
             break
@@ -166,15 +165,14 @@ def tidy_up(
     is_lost: Callable[[str], bool],
     outdated: Iterable[str],
 ) -> Effects[None]:
-    """Note the round that runs, and drop the stores and the records of what was before it.
+    """Note the round that runs, and delete the c10d stores and records of earlier rounds.
 
     Args:
         runs: the round; only its leader tidies up.
-        before: the round before it, if this node was in that.
-        seconds: how long it took to form.
-        records: all nodes'.
+        before: the round before it, if this node was in that round.
+        seconds: how long ``runs`` took to form.
         is_lost: whether a node's lease has run out.
-        outdated: the keys of shards that earlier documents named.
+        outdated: the keys of shards of earlier documents.
     """
     yield from RecordHistory(record_of(runs, records, before, seconds))
     yield from DropStores(runs.incarnation, runs.round)

@@ -1,10 +1,10 @@
-"""A node's contact with the store, and when it takes itself for lost. Rule: not heard.
+"""A node's contact with the store, and when the node takes itself for lost. Rule: not heard.
 
-A node whose heartbeats do not arrive is lost for the others after its lease, and they go on without
-it: two worlds of one run train for as long as its workers run. A store that answers, and does not
-let this node read, proves that it lives, so that the others may go on: the node stops, unless its
-links tell that the store accepts none of them. A node that may read sees for itself whether they go
-on. A store that is silent proves nothing: ``on_outage`` decides.
+If a node's heartbeats do not arrive, the other nodes call it lost after its lease and go on without
+it. Two worlds of one run then train for as long as its workers run. Therefore the node stops its
+workers if the store answers but does not let it read, unless its links tell that the store accepts
+no node. A node that may read sees for itself whether the others go on. If the store is silent,
+``on_outage`` decides.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rdzv_plugins.protocol.rules import Rules
 class Standing(StrEnum):
     """What a node says of itself over its links, in one character."""
 
-    # The store accepts it, as far as it knows.
+    # The store accepts the node, as far as the node knows.
     ACCEPTED = "a"
-    # The store does not, and it knows of nobody whom the store accepts.
+    # The store does not accept it, and it knows no node that the store accepts.
     CUT_OFF = "c"
-    # The store does not, and others may go on without it.
+    # The store does not accept it, and others may go on without it.
     LOST = "l"
 
 
@@ -33,27 +33,28 @@ class Contact:
     Another thread may read it.
 
     Args:
-        rules: the run's settings.
         clock: this node's monotonic clock, in seconds.
 
     Attributes:
-        fails: a request has failed since the store accepted a heartbeat.
+        fails: a request has failed since the store last accepted a heartbeat.
     """
 
     def __init__(self, rules: Rules, clock: Callable[[], float]) -> None:
         self._rules = rules
         self._clock = clock
         self._accepted = clock()
-        # When it was first refused since then, and since it could read.
+        # When the store first refused this node after the last accepted heartbeat and the last
+        # read.
         self._denied: float | None = None
         self._longest = 0.0
         self._stopped: float | None = None
         self.fails = False
-        # Since when the store may accept others; None: as links tell, it accepts nobody.
+        # Since when the store may accept other nodes; None: by the links, it accepts none; -inf:
+        # another node says that it is lost.
         self._apart: float | None = clock()
 
     def accepted(self, sent: float) -> None:
-        """Note a heartbeat that the store accepted; ``sent``: when it was sent."""
+        """Note that the store accepted a heartbeat; ``sent``: when it was sent."""
         if self._stopped is None:
             self._longest = max(self._longest, sent - self._accepted)
         self._accepted, self._denied, self.fails = sent, None, False
@@ -64,11 +65,11 @@ class Contact:
             self._denied = self._clock()
 
     def sees(self) -> None:
-        """Note that the store lets this node read, which reads first once it is refused."""
+        """Note that the store lets this node read; after a refusal the node reads first."""
         self._denied = None
 
     def hear(self, others: Collection[Standing]) -> None:
-        """Note what all other nodes say, as far as links tell."""
+        """Note what all other nodes say over links."""
         if Standing.LOST in others:
             self._apart = -math.inf
         elif Standing.ACCEPTED not in others:
@@ -78,36 +79,36 @@ class Contact:
 
     @property
     def others_are_lost(self) -> bool:
-        """Whether one of them says so, who may be the only one to know."""
+        """Whether another node says that it is lost; it may be the only one to know."""
         return self._apart == -math.inf
 
     def workers_start(self) -> None:
-        """The agent is given a round: what was before concerns no worker of it."""
+        """The agent is given a round: earlier silence concerns none of its workers."""
         self._longest, self._stopped = 0.0, None
 
     def workers_stopped(self) -> None:
-        """The agent asks for a round, so that its workers have stopped."""
+        """The agent asks for a round, so its workers have stopped."""
         if self._stopped is None:
             self._longest, self._stopped = self.unheard, self._clock()
 
     @property
     def unheard(self) -> float:
-        """The most seconds in a row in which workers ran and no heartbeat was accepted."""
+        """As `View.unheard`."""
         if self._stopped is not None:
             return self._longest
         return max(self._longest, self._clock() - self._accepted)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether this node takes itself for lost, so that its workers are to stop."""
+        """Whether this node takes itself for lost, so that its workers stop."""
         unheard = self._clock() - self._accepted
         return unheard >= self._rules.outage_limit or self._is_refused_alone
 
     @property
     def is_alone(self) -> bool:
-        """Whether the others may have gone on without it, as far as it knows.
+        """Whether the other nodes may have gone on without this node.
 
-        Not at once: a store that comes back may not know all its users yet.
+        Not at once, because a store that comes back may not know all its users yet.
         """
         now, apart = self._clock(), self._apart  # Another thread may change it meanwhile.
         since_long = apart is not None and now - apart >= self._rules.interval
@@ -115,7 +116,7 @@ class Contact:
 
     @property
     def is_refused_with_all(self) -> bool:
-        """Whether it is not alone, though the store refused it for its lease."""
+        """Whether the store refused this node for its lease, and by the links refuses all nodes."""
         over = self._clock() - self._accepted >= self._rules.lease
         return over and self._denied is not None and self._apart is None
 
@@ -127,7 +128,7 @@ class Contact:
 
     @property
     def why(self) -> str:
-        """Why it takes itself for lost, for people."""
+        """Why this node takes itself for lost, for people."""
         lease, limit = self._rules.lease, self._rules.outage_limit
         if self._is_refused_alone:
             return f"the store refuses it, and has accepted no heartbeat of it for {lease:g} s"

@@ -1,4 +1,4 @@
-"""A node's record: what changes it, and when it is written. Each writing is a heartbeat."""
+"""A node's record: what changes it, and when it is written. Each write is a heartbeat."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rdzv_plugins.protocol.effects import Effects, PutRecord
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.rules import Rules
 
-# The record says how long the store took, in milliseconds, from this time on.
+# The record's `slow` is 0 below this many milliseconds.
 _SLOW = 50
-# An accused node beats so often within the time that it has, and for so many times as long.
+# An accused node beats _ANSWERS times within `Rules.answer`, for _ANSWERS_FOR times `Rules.answer`.
 _ANSWERS, _ANSWERS_FOR = 3, 4
 
 
@@ -25,11 +25,10 @@ class Heartbeat:
     """When a node's record is written, and with what.
 
     Args:
-        node_id, record, rules, clock, chance, wall: as of `Node`.
-        seen: what the node has read.
+        node_id, record, rules, clock, chance, wall: as for `Node`.
 
     Attributes:
-        record: what this node says of itself, as of its next heartbeat.
+        record: what this node says of itself with its next heartbeat.
     """
 
     def __init__(
@@ -49,30 +48,29 @@ class Heartbeat:
         self._chance = chance
         self._wall = wall
         self._seen = seen
-        # The record is to be written before the next decision, and the leader's bell rung with it.
+        # Whether the record is written before the next decision, and the leader's bell rung with
+        # it.
         self._is_due = self._rings = False
         # The first heartbeat comes with the order to join.
         self._next = clock() + rules.interval
-        # How long the store took for the last two.
+        # Seconds that the last two writes took.
         self._took = (0.0, 0.0)
         # The node is accused, and beats more often until this time.
         self._answers_until = -math.inf
 
     @property
     def seconds_left(self) -> float:
-        """Until the next heartbeat is due."""
+        """Seconds until the next heartbeat is due."""
         return max(0.0, self._next - self._clock())
 
     def require(self, *, rings: bool = False) -> None:
-        """Have the record written before the next decision.
-
-        Args:
-            rings: with the same request, ring the leader's bell.
+        """Have the record written before the next decision; ``rings``: ring the leader's bell with
+        it.
         """
         self._is_due, self._rings = True, self._rings or rings
 
     def amend(self, **fields: Any) -> None:
-        """Change the record; the next heartbeat says so."""
+        """Change the record; the next heartbeat tells it."""
         self.record = replace(self.record, **fields)
 
     def change(self, *, rings: bool = False, **fields: Any) -> None:
@@ -89,7 +87,7 @@ class Heartbeat:
         """Beat once an interval, and look at the others; write a changed record at once.
 
         Args:
-            last_call: tells `documents.NodeRecord.last_call`.
+            last_call: returns `NodeRecord.last_call`.
         """
         interval_over = self._clock() >= self._next
         if interval_over and not self._is_due:

@@ -1,4 +1,4 @@
-"""A node's wish for a round, and the rounds that its agent was given."""
+"""What a node's agent asks for, and the rounds that it was given."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Orders:
     """Orders and reports of the agent's threads that the node has not taken up yet.
 
     Attributes:
-        join, withdraw, done, growth: as `Node.order_join`, `Node.order_withdrawal`,
-            `Node.report_done` and `Node.allow_growth` were called.
+        join, withdraw, done, growth: whether `Node.order_join`, `Node.order_withdrawal`,
+            `Node.report_done` or `Node.allow_growth` was called.
         unfit: the reason of `Node.report_unfit`; None: it was not called.
-        failed, waited: as of the last `Node.order_join`.
+        failed, waited: of the last `Node.order_join`.
     """
 
     def __init__(self) -> None:
@@ -25,23 +25,21 @@ class Orders:
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
         agent = self.join or self.withdraw or self.done or self.growth
         return agent or self.unfit is not None
 
 
 class Join:
-    """What the agent asks for, and what it was given.
+    """The agent's join, and the rounds that it was given.
 
     Attributes:
         waits: an agent waits for a round.
-        asked_at: when it asked.
-        deadline: when its time is over.
-        given: the round that it was given last; None: it was given none.
-        rounds: the number of the round that it was given last, by incarnation.
-        suspect: the network check found this node cut off, and no round was given to it since.
+        asked_at, deadline: when it asked, and when its join times out.
+        given: the last round that it was given; None: none.
+        rounds: by incarnation, the number of the last round that it was given.
+        suspect: as `NodeRecord.suspect`.
         news: a line for the log, once the record that asks for a round has been written.
-        pace: when the sentence of a join that waits is told.
+        pace: when the log tells what the join waits for.
     """
 
     def __init__(self, timeout: float, clock: Callable[[], float]) -> None:
@@ -55,21 +53,21 @@ class Join:
         self.pace = words.Pace(clock())
 
     def begin(self, waited: float, news: str) -> None:
-        """Ask for a round; ``waited``: seconds of its time that are over already."""
+        """Ask for a round; ``waited``: seconds of the time-out that are over already."""
         self.waits, self.asked_at = True, self._clock()
         self.deadline = self.asked_at + max(0.0, self._timeout - waited)
         self.news, self.pace = news, words.Pace(self.asked_at)
 
     def start_over(self) -> None:
-        """Give the agent its whole time again: a spare waits for as long as a round lasts."""
+        """Restart the time-out: a spare waits for as long as a round lasts."""
         self.deadline = self._clock() + self._timeout
 
     def succeed(self, document: RoundDocument) -> None:
-        """Note the round that the agent is given now."""
+        """Note the round that the agent is given."""
         self.given, self.suspect = document, False
         self.rounds[document.incarnation] = document.round
 
     @property
     def seconds_left(self) -> float:
-        """Until its time is over."""
+        """Seconds until the join times out."""
         return max(0.0, self.deadline - self._clock())

@@ -1,4 +1,4 @@
-"""What the leader of a run does beside its decisions, when nobody waits for it."""
+"""What a leader does beside its decisions, when nobody waits for it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from rdzv_plugins.protocol.policies.growth import last_call
 from rdzv_plugins.protocol.round_record import Durations
 from rdzv_plugins.protocol.rules import Rules
 
-# A leader for whom nobody has rung the bell for so long has time for what nobody waits for: to read
-# the exclusions, and to write when the last call ends.
+# After this time without a bell a leader has time to read the exclusions, and to write when the
+# last call ends.
 _QUIET_SECONDS = 0.05
 # A shorter last call is over before people can read of it.
 _SHORTEST_CALL = 1.0
-# A leader renews the run's deadline so many times before it would pass.
+# A leader renews the run's deadline this often before it would pass.
 _RENEWALS = 4
 
 
 class Lead:
-    """The leader's memory; it stands still in a node that does not lead.
+    """The leader's memory; it stays unchanged in a node that does not lead.
 
     Args:
-        node_id, rules, clock, wall: as of `Node`.
+        node_id, rules, clock, wall: as for `Node`.
         seen, heartbeat: of the same node.
 
     Attributes:
-        abdicated: this node gave up a lead since its listings failed.
+        abdicated: as `View.abdicated`.
     """
 
     def __init__(
@@ -53,29 +53,28 @@ class Lead:
         self._wall = wall
         self._seen = seen
         self._heartbeat = heartbeat
-        # The bell as last heard.
+        # The version of the bell as last heard.
         self._bell: Version | None = None
         # The round to tidy up after, the round before it, and the seconds that it took to form.
         self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
         # The seconds until the participants of the round were named.
         self._gathered = Durations()
-        # The shards of the document, and the age of that at which they are written again.
+        # The shards of the document, and the age of the document at which they are written again.
         self._shards: Mapping[str, bytes] = {}
         self._shards_due = 0.0
         # When the deadline of the run's keys is renewed, and whether this leader has done so.
         self._expiry_due = clock()
         self._expires = False
-        # The incarnation for which it reads the exclusions that outlive runs, since when it tries,
-        # when it tries again, and what it has read.
+        # The incarnation for which it reads the exclusions of earlier runs; since when; the next
+        # try; the answer.
         self._looks_back_for, self._looks_back_since, self._looks_back_at = "", 0.0, 0.0
         self._carried: tuple[Exclusion, ...] | None = None
 
     def carried(self, document: RoundDocument | None) -> tuple[Exclusion, ...] | None:
-        """As `rules.View.carried`."""
         return self._carried if self._looks_back_in(document) else None
 
     def last_call(self) -> tuple[int, int] | None:
-        """As `documents.NodeRecord.last_call`."""
+        """As `NodeRecord.last_call`."""
         document, enough_for = self._seen.document, self._seen.enough_for
         if document is None or document.phase is not Phase.FORMING or enough_for is None:
             return None
@@ -96,9 +95,9 @@ class Lead:
 
         Args:
             before: the document that it replaced.
-            given: the round that this node's agent was given last.
+            given: the last round that this node's agent was given.
             gathered: how long the round has been forming.
-            shards: those of the document, by digest and key.
+            shards: of the document, by digest and key.
         """
         self._shards = {key: value for values in shards.values() for key, value in values.items()}
         self._shards_due = 2 * self._rules.interval
@@ -107,8 +106,8 @@ class Lead:
         if document.excluded:
             self._carried = ()  # They stand in the document now.
         if before is None or before.leader != self._id:
-            # A store that forgot has forgotten the deadline too. Renew it soon, but not while the
-            # others wait for this round.
+            # A store that forgot lost the deadline too. Renew it soon, but not while others wait
+            # for this round.
             self._expires, self._expiry_due = False, self._clock() + self._rules.interval
         elif document.phase is Phase.RUNNING and not self._expires:
             self._expiry_due = self._clock()
@@ -118,12 +117,14 @@ class Lead:
             self._untidy = document, given, replace(self._gathered, confirming=confirming)
 
     def set_deadline(self) -> Effects[None]:
-        """Give the run's keys an end once this node leads no more: no other node may be left."""
+        """Set the run's deadline when this node stops leading: no other node may be left."""
         if not self._expires:
             yield from Expire(self._rules.abandoned)
 
     def tidy_up(self) -> Effects[bool]:
-        """Tidy up after a round that was released, to this node's agent too; whether it did."""
+        """Tidy up after a round that was released, to this node's agent too; returns whether it
+        did.
+        """
         if self._untidy is None:
             return False
         (released, before, took), self._untidy = self._untidy, None
@@ -138,11 +139,11 @@ class Lead:
         return True
 
     def renew(self) -> Effects[bool]:
-        """Renew what the store may lose or let expire; whether anything was due."""
+        """Renew what the store may lose or let expire; returns whether anything was due."""
         document = self._seen.document
         assert document is not None
         if self._clock() >= self._expiry_due:
-            # If nobody leads this run any more, its keys end by themselves.
+            # If nobody leads the run any more, its keys expire.
             yield from Expire(self._rules.abandoned)
             self._expires = True
             self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
@@ -150,14 +151,14 @@ class Lead:
         waits = document.phase in (Phase.FORMING, Phase.CONFIRMING)
         age = self._clock() - self._seen.document_since
         if waits and self._shards and age >= self._shards_due:
-            # A fail-over may have lost them and kept the document.
+            # A fail-over may have lost the shards and kept the document.
             self._shards_due *= 2
             yield from PutShards(self._shards)
             return True
         return False
 
     def await_bell(self, seconds: float) -> Effects[None]:
-        """Wait until a node rings the bell, then look at all records."""
+        """Wait until a node rings the bell, then read all records."""
         document = self._seen.document
         assert document is not None
         call, told = self.last_call(), self._heartbeat.record.last_call
@@ -170,7 +171,7 @@ class Lead:
             self._bell = bell.version
         elif document.phase is not Phase.CONFIRMING:
             yield from self._look_back(document)
-            # People are told of a last call once nobody rings any more; nobody waits for that.
+            # People read of a last call once nobody rings any more.
             if calls:
                 self._heartbeat.require()
         self._seen.read_again(records=True)
@@ -179,9 +180,9 @@ class Lead:
         return document is not None and document.incarnation == self._looks_back_for
 
     def _look_back(self, document: RoundDocument) -> Effects[None]:
-        """Read once whom earlier runs have excluded.
+        """Read the exclusions of earlier runs, once.
 
-        No round waits for it: a node that should not be in a round is taken out later.
+        No round waits for this: an excluded node is taken out later.
         """
         now = self._clock()
         if not self._looks_back_in(document):

@@ -1,4 +1,4 @@
-"""Rank 0's TCPStore of a round: the node asks its driver to open one, and learns the address."""
+"""How rank 0 opens its TCPStore: the node asks its driver for it, and learns the address."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _AT_ONCE_SECONDS = 0.05
 
 
 class Master:
-    """The state of opening a TCPStore, of which there is one at a time.
+    """The state of opening a TCPStore; only one is opened at a time.
 
     Args:
-        patience: seconds after which the node looks whether another one is to be rank 0.
+        patience: seconds after which the node looks whether another node is to be rank 0.
         clock: the node's monotonic clock, in seconds.
     """
 
@@ -25,7 +25,7 @@ class Master:
         self._clock = clock
         # The world_id for which a TCPStore is being opened, and since when.
         self._opening: tuple[str, float] | None = None
-        # The world_id for which that came to an end, and the address, or why there is none.
+        # The world_id for which opening has ended, and the address or the error.
         self._opened: tuple[str, str | Exception] | None = None
         self._attempts = Attempts(clock)
         # The last attempt failed; the next one follows after a pause.
@@ -33,7 +33,7 @@ class Master:
 
     @property
     def is_reported(self) -> bool:
-        """Whether an address or a failure has come that `open` has not taken up yet."""
+        """Whether `open` has not taken up a result yet."""
         return self._opening is not None and self._opened is not None
 
     def report(self, world_id: str, result: str | Exception) -> None:
@@ -43,11 +43,11 @@ class Master:
             self._opened = world_id, result
 
     def give_up(self) -> None:
-        """Note that this node is to open no TCPStore now."""
+        """Stop opening a TCPStore."""
         self._opening = None
 
     def opening_for(self, document: RoundDocument | None) -> float | None:
-        """As `rules.View.opening_for`."""
+        """As `View.opening_for`."""
         opening = self._opening
         if opening is None or self._opened is not None or document is None:
             return None
@@ -61,8 +61,7 @@ class Master:
     def open(self, world_id: str) -> Effects[str | float]:
         """The address of this round's TCPStore, or the seconds after which to ask again.
 
-        Raises:
-            RendezvousStateError: trying again is of no use.
+        Raises `RendezvousStateError` if another try is of no use.
         """
         now = self._clock()
         if self._opening is None or self._opening[0] != world_id:

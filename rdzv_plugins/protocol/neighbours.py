@@ -1,7 +1,7 @@
 """A node's neighbours in rank order: links to them, and what the links tell.
 
-A link ends with the process at its other end. The node says in its record who is gone then, and the
-leader asks that node (`accusations`). Over links each node also says how it stands with the store.
+A link ends with the process at its other end. The node then says in its record who is gone, and the
+leader asks that node (`accusations`). Over links each node also says its `Standing`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rdzv_plugins.protocol.join import Join
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.rules import Rules
 
-# A node makes its links once the others have their round too, which takes longer the more they are.
-# A process that dies before it has links costs the others its lease.
+# A node makes its links once the others have their round too, which takes longer the more nodes
+# there are. A process that dies earlier costs the others its lease.
 _AFTER_START_SECONDS = 0.1
 _PER_NODE_SECONDS = 0.001
 
-# As many accusations stand in a document; a node makes no more.
+# A node makes no more accusations than a document names.
 _MOST_ACCUSED = 64
 
 
@@ -31,7 +31,7 @@ class Neighbours:
     """The links of a node, and its accusations.
 
     Args:
-        node_id, rules, clock: as of `Node`.
+        node_id, rules, clock: as for `Node`.
         seen, heartbeat, join, contact: of the same node.
     """
 
@@ -52,20 +52,21 @@ class Neighbours:
         self._heartbeat = heartbeat
         self._join = join
         self._contact = contact
-        # What links have told, and has not been taken up: of which node, and whether it is gone.
+        # What links have told and `take_up_evidence` has not read: a node, and whether it is gone.
         self._evidence: deque[tuple[str, bool]] = deque()
-        # When links are due; and where the nodes listen to which they are, None: nowhere.
+        # When links are due; the endpoints of the linked nodes, None: a node has no listener.
         self._due_at = math.inf
         self._endpoints: dict[str, str | None] = {}
-        # The round for which the links are, and its leader if that is one of the nodes.
+        # The round for which the links are made, and its leader if that is one of the linked nodes.
         self._linked_for: tuple[str, str | None] = "", None
-        # This node is the first one of a shard, of several.
+        # This node is the first node of a shard, and there are several shards.
         self._leads_shard = False
-        # What this node said over its links last; what others say, and whether that is news.
+        # The last Standing that this node said over its links; what others say, and whether that is
+        # news.
         self._said = Standing.ACCEPTED
         self._others: frozenset[Standing] = frozenset()
         self._others_reported = False
-        # The accusation that this node answers, and of which incarnation it is.
+        # The accusation that this node has answered, and its incarnation.
         self._answers: tuple[str, Accusation] | None = None
 
     # In any thread.
@@ -81,13 +82,13 @@ class Neighbours:
 
     @property
     def is_reported(self) -> bool:
-        """Whether anything was reported that the node has not taken up yet."""
+        """Whether the node has not taken up a report yet."""
         return bool(self._evidence) or self._others_reported
 
     # In the thread that drives the node.
 
     def say(self, standing: Standing) -> HoldLinks | None:
-        """What to say over links of how this node stands; None: it was said."""
+        """The links with this node's standing if that is news, else None."""
         if not self._heartbeat.record.link or standing is self._said:
             return None
         self._said = standing
@@ -95,24 +96,24 @@ class Neighbours:
 
     @property
     def linked_to(self) -> str:
-        """The world_id of the round for which the links are; "": there are none."""
+        """The world_id of the round for which the links are made; "": there are none."""
         return self._linked_for[0]
 
     def take_up_others(self) -> None:
-        """Beat at once where others are cut off: whether the store refuses this node too counts."""
+        """Beat at once if others are cut off, to find out if the store refuses this node too."""
         if self._others_reported:
             self._others_reported = False
             if Standing.CUT_OFF in self._others and not self._contact.fails:
                 self._heartbeat.require()
 
     def take_up_evidence(self) -> Effects[None]:
-        """Accusations: say in this node's record who is gone, or is not."""
+        """Accusations: say in this node's record which nodes are gone, or are back."""
         while self._evidence:
             node, is_gone = self._evidence[0]
             accuses = dict(self._heartbeat.record.accuses)
             accuses.pop(node, None)
             if is_gone:
-                # Its last word first: it may have left, or be of a version that answers nobody.
+                # Read its record first: it may have left, or be of a version without links.
                 _, record = yield from self._seen.read_record(node)
                 if record is not None and record.link and not record.is_over:
                     accuses[node] = record.beat
@@ -156,23 +157,25 @@ class Neighbours:
         self._hear_others()
 
     def owe_links(self, seconds: float = 0.0, nodes: int = 0) -> None:
-        """Make the links again after at most this many seconds, and 1 ms for each of the nodes."""
+        """Make the links after at most these seconds, and _PER_NODE_SECONDS more for each of the
+        nodes.
+        """
         if self._rules.answer is not None:
             due_at = self._clock() + seconds + _PER_NODE_SECONDS * nodes
             self._due_at = min(self._due_at, due_at)
 
     @property
     def seconds_left(self) -> float:
-        """Until links are due; infinite: they are not."""
+        """Seconds until links are due; infinite: none are."""
         if self._due_at == math.inf and self._links_for() not in (None, self._linked_for):
             return 0.0
         return max(0.0, self._due_at - self._clock())
 
     def _links_for(self) -> tuple[str, str | None] | None:
-        """The round for which links are due, and its leader if one is to be to it; None: unknown.
+        """The round for which links are due, and its leader if a link to it is due; None: unknown.
 
-        The leader joins those that are no neighbours of one another. A node outside of the round
-        shows it that others can go on; the first nodes of shards tell each other of it.
+        The leader connects nodes that are no neighbours: a node outside of the round learns from it
+        that others can go on, and the first nodes of shards learn of each other.
         """
         document, confirmed = self._seen.document, self._seen.confirmed
         if self._rules.answer is None or document is None or document.phase is not Phase.RUNNING:
@@ -186,7 +189,7 @@ class Neighbours:
         return document.world_id, leader if self._leads_shard else None
 
     def hold_links(self) -> Effects[None]:
-        """Have links to both neighbours in the round, and go on to others past those that are gone.
+        """Keep links to both neighbours in the round, and past gone neighbours to the next ones.
 
         Nobody waits for this: the round runs, or is held up.
         """
@@ -213,7 +216,7 @@ class Neighbours:
             yield from self._links
 
     def _endpoint(self, node: str) -> Effects[str | None]:
-        """Where this node listens; None: nowhere."""
+        """The endpoint of the node's listener; None: it has none."""
         if node in self._endpoints:
             return self._endpoints[node]
         record = (self._seen.records or {}).get(node)
@@ -222,7 +225,7 @@ class Neighbours:
         return f"{record.address}:{record.link}" if record is not None and record.link else None
 
     def _hear_others(self) -> None:
-        """Where a link is missing that counts for the round of its agent, others may go on."""
+        """If a link of the agent's round is missing, assume that others may go on."""
         given = self._join.given
         linked = given is not None and given.world_id == self.linked_to
         stand = linked and self._due_at == math.inf and None not in self._endpoints.values()
@@ -235,7 +238,7 @@ class Neighbours:
 
 
 def _as_far_as(nodes: Iterable[str], accused: Container[str]) -> list[str]:
-    """These nodes up to the first that is not accused, which is among them."""
+    """These nodes up to and including the first that is not accused."""
     found = []
     for node in nodes:
         found.append(node)

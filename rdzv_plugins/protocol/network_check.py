@@ -1,6 +1,6 @@
 """A node's part in the network check, while it confirms a rank: what it dials and finds.
 
-See `links` for what the leader makes of it.
+`policies.network` has the leader's part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rdzv_plugins.protocol.effects import DialPeer, Effects, Read, Tell
 from rdzv_plugins.protocol.policies.network import partner_in
 from rdzv_plugins.protocol.roster import ranks_in, shard_key
 
-# Data are exchanged within that as a rule; a node looks after the rest meanwhile.
+# An exchange of data usually takes less; during a longer one the node goes on with its turns.
 _AT_ONCE_SECONDS = 0.05
 
 _LONGEST_WHY = 120
@@ -27,13 +27,13 @@ class NetworkCheck:
     """One check for each round whose rank this node confirms.
 
     Args:
-        me: this node's id.
         limit: seconds after which a dial has failed.
         clock: the node's monotonic clock, in seconds.
-        read_record: `Observer.read_record`: what is read here is known to the whole node.
+        read_record: `Observer.read_record`, so that the whole node knows what is read here.
 
     Attributes:
-        awaits: rank 0's record and its version, where that does not say yet where to dial.
+        awaits: the key and version of rank 0's record, if the record does not tell its TCPStore
+            yet.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class NetworkCheck:
         self._clock = clock
         self._read_record = read_record
         self.awaits: tuple[str, Version | None] | None = None
-        # The round of this world_id; with whom, and who is rank 0.
+        # The world_id of the checked round; the node to exchange data with; rank 0.
         self._world_id: str | None = None
         self._partner: tuple[str, NodeRecord] | None = None
         self._first: str | None = None
         self._found = Found()
-        # The dial that goes on, and since when; what was reported of it, and not taken up yet.
+        # The dial that goes on, and since when; a report of it that was not taken up yet.
         self._attempts = 0
         self._dialling: tuple[str, float] | None = None
-        # The dial could not begin, for want of a thread or a descriptor: no fault of the link.
+        # The dial could not begin, for lack of a thread or a descriptor: no fault of the link.
         self._beginnings = Attempts(clock)
         self._begins_again = False
         self._report: _Report | None = None
@@ -64,12 +64,12 @@ class NetworkCheck:
 
     @property
     def reported(self) -> bool:
-        """Whether a report has not been taken up yet."""
+        """Whether a report was not taken up yet."""
         return self._report is not None
 
     @property
     def seconds_left(self) -> float:
-        """Until the dial that goes on has failed, or is to begin again."""
+        """Seconds until the dial has failed, or begins again."""
         left = self._left
         return min(left, self._beginnings.seconds_left) if self._begins_again else left
 
@@ -83,19 +83,18 @@ class NetworkCheck:
         return self._world_id is not None and self._world_id == document.world_id
 
     def report(self, attempt: str, result: float | Exception) -> None:
-        """Note what a `DialPeer` took, in seconds, or why it failed; from any thread."""
+        """Note the result of a `DialPeer`: its seconds, or why it failed; from any thread."""
         dialling = self._dialling
         if dialling is not None and dialling[0] == attempt:
             self._report = attempt, result
 
     def take_up(self) -> None:
-        """Take up what was reported."""
         report, self._report = self._report, None
         if report is not None:
             self._answer = report
 
     def run(self, document: RoundDocument) -> Effects[Found | None]:
-        """The findings of this node; None: none yet, to be asked again."""
+        """The findings of this node; None: not known yet, call again."""
         self.awaits = None
         if self._world_id != document.world_id:
             yield from self._begin(document)
@@ -125,13 +124,13 @@ class NetworkCheck:
     def _begin(self, document: RoundDocument) -> Effects[None]:
         ranks: Mapping[str, int] = document.ranks
         if document.roster is not None:
-            # Dial the nodes of its own shard: they are enough.
+            # In a large round a node dials only nodes of its own shard.
             key = shard_key(document.incarnation, document.roster, self._me)
             ranks = ranks_in((yield from Read(key))) or {}
         partner, self._partner = partner_in(ranks, self._me, document.round), None
         if partner is not None:
             _, record = yield from self._read_record(partner)
-            # Dial no node that has not set the option: it answers nobody.
+            # A node that has not set the option answers nobody.
             if record is not None and record.port:
                 self._partner = partner, record
         others = (node for node, rank in ranks.items() if rank == 0 and node != self._me)
@@ -141,7 +140,9 @@ class NetworkCheck:
         self._world_id = document.world_id
 
     def _dial(self, node: str, endpoint: str, exchanges: bool) -> Effects[tuple[float, str] | None]:
-        """The seconds that it took, and against which endpoint and why it failed; None: not yet."""
+        """The seconds that the dial took, and the endpoint with the error if it failed; None: not
+        yet.
+        """
         if self._dialling is None or (self._begins_again and not self._beginnings.seconds_left):
             self._attempts += 1
             attempt = f"{self._world_id} {self._attempts}"

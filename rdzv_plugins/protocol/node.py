@@ -1,10 +1,10 @@
 """One node's life in a run, as a generator of effects: the protocol without I/O or threads.
 
 `Node.run` yields requests and is sent their answers; a failed request is thrown into it. A driver
-only carries requests out: `process/driver.py` on a store, the simulator on virtual time.
+only carries out requests: `process/driver.py` on a store, the simulator on virtual time.
 
-A turn reads (`Observer`), decides (`decide`) and acts. Parts with a state of their own stand beside
-it: `Heartbeat`, `Join`, `Lead`, `Master`, `Neighbours`, `NetworkCheck` and `Contact`.
+A turn reads (`Observer`), decides (`decide`) and acts. Parts with a state of their own are
+`Heartbeat`, `Join`, `Lead`, `Master`, `Neighbours`, `NetworkCheck` and `Contact`.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ from rdzv_plugins.protocol.rules import Failure
 from rdzv_plugins.protocol.situation import nodes_waiting, waits_for_a_living_round
 from rdzv_plugins.protocol.wall_clock import shown
 
-# A node makes its links so long after it has confirmed its rank, if the round does not run by then:
-# it may wait for a node that has died meanwhile.
+# A node makes its links this long after it has confirmed its rank if the round does not run by
+# then, because it may wait for a node that has died in the meantime.
 _LINKS_SECONDS = 1.0
 
-# A node that waits for rank 0 to open its TCPStore looks at the document as often.
+# A node that waits for rank 0's TCPStore looks at the document this often.
 _LOOK_SECONDS = 1.0
 
 _PAUSES = (Rest, Park)
@@ -92,21 +92,20 @@ _MISSING_SHARD_PAUSE = 0.1
 class Node:
     """The memory of a node between two decisions.
 
+    Public members may be used from other threads; one thread drives the generators.
+
     Args:
         node_id: unique in the run, without spaces.
         record: what this node says of itself; its beat, status and round change here.
-        rules: the run's settings.
-        join_timeout: seconds within which a join must end in a round; a spare's begin when the
-            round for which it waits has ended.
+        join_timeout: seconds within which a join must end in a round; for a spare they begin when
+            the round for which it waits has ended.
         clock: this node's monotonic clock, in seconds.
         chance: the source of its random share and of incarnations.
-        wall: this host's wall clock, in seconds since the epoch; exclusions end by it.
-
-    Public members may be used from other threads; one thread drives the generators.
+        wall: this host's wall clock, in seconds since the epoch; only exclusions depend on it.
 
     Attributes:
         closing: this node is closing the run. Do not stop it now: the first step ends all agents,
-            this node's too, and a later one gives the run's keys their end.
+            this node's too, and only a later step makes the run's keys expire.
     """
 
     def __init__(
@@ -126,13 +125,10 @@ class Node:
         self._clock = clock
         self._chance = chance
         self._wall = wall
-        # The answer of ``num_nodes_waiting()`` while this node is heard.
+        # The answer of ``num_nodes_waiting()`` unless this node is cut off.
         self._waiting = 0
-        # As `rules.View.share` and `rules.View.fresh`.
         self._share, self._fresh = chance.random(), ""
-        # All that this node has read, and since when.
         self._seen = seen = Observer(node_id, rules, clock)
-        # Since when the store has accepted no heartbeat of this node.
         self._contact = Contact(rules, clock)
         self._orders = Orders()
         self._join = Join(join_timeout, clock)
@@ -142,26 +138,25 @@ class Node:
         self._neighbours = Neighbours(
             node_id, rules, clock, seen, self._heartbeat, self._join, self._contact
         )
-        # The check of the network for the round whose rank this node confirms.
         self._network = NetworkCheck(node_id, rules.lease, clock, seen.read_record)
-        # The store has refused this node something: the node reads before it beats again.
+        # The store refused a request of this node, so the node reads before it beats again.
         self._reads_first = False
-        # Why its workers were to stop last; empty: they were not.
+        # Why this node last stopped its workers; empty: the store has accepted a heartbeat since.
         self._cut_off = ""
-        # The log says so, and that the store refuses all nodes.
+        # Whether the log says that this node is cut off, and that the store refuses all nodes.
         self._told_to_stop = self._told_of_all = False
-        # The document by which the node last looked whether the round of its agent is over.
+        # The document by which `_waiting` was last computed.
         self._judged: RoundDocument | None = None
-        # Why this node's workers or its agent failed, so that it leaves.
+        # Why this node's workers or agent failed, so that the node leaves.
         self._failure = ""
-        # The remarks that the log has, by kind and key.
+        # The kinds and keys of the remarks in the log.
         self._told: set[tuple[str, object]] = set()
 
     # For other threads.
 
     @property
     def record(self) -> NodeRecord:
-        """What this node says of itself, as of its next heartbeat."""
+        """The node's own record, as of its next heartbeat."""
         return self._heartbeat.record
 
     @property
@@ -181,7 +176,7 @@ class Node:
 
     @property
     def _is_at_work(self) -> bool:
-        # In a closed run nobody beats, and nobody goes on without it.
+        # In a closed run nobody beats, and no node goes on without it.
         runs = self.record.status is Status.RUN and self._join.given is not None
         return runs and not self._join.waits and not self._seen.closed
 
@@ -197,27 +192,27 @@ class Node:
 
     @property
     def outage_limit(self) -> float:
-        """Seconds of silence of the store after which its workers stop; infinite: they go on."""
+        """As `Rules.outage_limit`."""
         return self._rules.outage_limit
 
     @property
     def ordered(self) -> bool:
-        """Whether an order or a report has not been taken up yet."""
+        """Whether the node has not taken up an order or a report yet."""
         return self._orders.any or self._network.reported or self._neighbours.is_reported
 
     @property
     def latest(self) -> RoundDocument | None:
-        """As `observer.Observer.latest`."""
+        """As `View.latest`."""
         return self._seen.latest
 
     @property
     def grace_ends(self) -> float:
-        """As `failure_detector.FailureDetector.grace_ends`, of the nodes' beats."""
+        """As `FailureDetector.grace_ends`."""
         return self._seen.liveness.grace_ends
 
     @property
     def told_of_the_end(self) -> bool:
-        """Whether its log says that the run was closed."""
+        """Whether the log says that the run was closed."""
         return self.latest is not None and ("closed", self.latest.incarnation) in self._told
 
     @property
@@ -227,7 +222,7 @@ class Node:
 
     @property
     def diagnosis(self) -> words.Diagnosis:
-        """A sentence: what this node does or waits for."""
+        """A sentence about what this node does or waits for."""
         left = self._join.deadline - self._clock() if self._join.waits else None
         view = self.view()
         found = words.of_node(view, left)
@@ -237,7 +232,9 @@ class Node:
 
     @property
     def over(self) -> bool:
-        """Whether the run has left the round of this node's agent: no agent is to wait in it."""
+        """Whether the run has left the round of this node's agent, so that the agent must not wait
+        in it.
+        """
         return self.waiting > 0 or self._seen.closed
 
     @property
@@ -250,10 +247,10 @@ class Node:
         return latest is None or (latest.is_of(given) and latest.names(self.id))
 
     def order_join(self, failed: bool = False, waited: float = 0.0) -> None:
-        """Ask to be in the next round; the driver ends its `Park` or `Rest` early for this.
+        """Ask for the next round; the driver then ends its `Park` or `Rest` early.
 
         Args:
-            failed: this node asks because its workers failed, not because it was told to.
+            failed: this node asks because its workers failed.
             waited: seconds of its ``join_timeout`` that are over already.
         """
         orders = self._orders
@@ -261,9 +258,9 @@ class Node:
         orders.withdraw, orders.join = False, True
 
     def order_withdrawal(self) -> None:
-        """Give up the join: the agent that ordered it is gone. Like `order_join`."""
+        """Give up the join, because its agent is gone. Like `order_join`."""
         if self._orders.join:
-            # Not taken up yet. The agent that ordered it was fit, and may report otherwise by now.
+            # The join was not taken up yet. Its agent was fit, and may report otherwise by now.
             self._orders.join, self._orders.unfit = False, ""
         self._orders.withdraw = True
 
@@ -278,13 +275,13 @@ class Node:
     def report_unfit(self, reason: str) -> None:
         """Say that this node asks for no round, and why: its check failed. Like `order_join`.
 
-        Until it joins again the others go on without it. If the run is closed meanwhile, that is
-        the outcome, as of a join.
+        Until it joins again the others go on without it. If the run is closed in the meantime, the
+        node reports that as the outcome of a join.
         """
         self._orders.unfit = reason
 
     def finished(self, begun: Begin, result: Any) -> None:
-        """Answer a `Begin`, in any thread: what came of it, or why it failed, an exception."""
+        """Report the result of a `Begin`, or the exception that it ended with; from any thread."""
         match begun:
             case OpenMaster(world_id):
                 self._master.report(world_id, result)
@@ -292,25 +289,22 @@ class Node:
                 self._network.report(attempt, result)
 
     def report_gone(self, node: str) -> None:
-        """Say that the process of a node has ended, as far as a link to it tells.
-
-        Like `order_join`.
-        """
+        """Say that a node's process has ended, as far as a link tells. Like `order_join`."""
         self._neighbours.report(node, True)
 
     def report_back(self, node: str) -> None:
-        """Say that a node of which `report_gone` was called answers. Like `order_join`."""
+        """Say that a node answers after `report_gone`. Like `order_join`."""
         self._neighbours.report(node, False)
 
     def report_others(self, others: frozenset[Standing]) -> None:
-        """Say what all other ends of links say of themselves. Like `order_join`.
+        """Report the `Standing` of all nodes at the other ends of links. Like `order_join`.
 
-        A node whose link is asked for and does not stand counts as `Standing.ACCEPTED`.
+        A node whose link is wanted and missing counts as `Standing.ACCEPTED`.
         """
         self._neighbours.report_others(others)
 
     def note_retry(self) -> None:
-        """Say that the store's client makes a request again, in a wait too; from any thread."""
+        """Note that the store's client repeats a request, even one that waits; from any thread."""
         self._seen.repeats()
         self._contact.fails = True
 
@@ -319,12 +313,12 @@ class Node:
     def news_for_others(self) -> HoldLinks | None:
         """What to say over links that was not said yet.
 
-        At once, although a request may not be over: others judge by it.
+        The driver says it even while a request goes on, because others judge by it.
         """
         return self._neighbours.say(self._standing)
 
     def run(self) -> Effects[None]:
-        """Live until the driver stops driving."""
+        """Live until the driver stops asking."""
         failures = 0
         while True:
             try:
@@ -343,12 +337,12 @@ class Node:
         if failure:
             self._failure, self._orders.unfit = failure, failure
         yield from self._leave()
-        # A last beat that was delayed on its way may be applied after the farewell.
+        # A delayed beat may overwrite the farewell.
         entry, _ = yield from self._seen.read_record(self.id)
         if entry is None or entry.value != self.record.encode():
             yield from self._leave()
         if self.record.unfit and self.latest is None:
-            # There is no run, whose end would be the record's.
+            # No run exists whose end would delete the record.
             yield from Drop((NODES_PREFIX + self.id,))
 
     def _leave(self) -> Effects[None]:
@@ -389,7 +383,7 @@ class Node:
                 return
             document = seen.arriving or seen.document
             if document is not self._judged and not self._join.waits:
-                # At once: the requests before the next decision may take long.
+                # At once, because the requests before the next decision may take long.
                 self._judged = document
                 self._waiting = nodes_waiting(replace(self.view(), document=document))
             if (news := self.news_for_others()) is not None:
@@ -400,7 +394,7 @@ class Node:
             except (RendezvousConnectionError, RendezvousStateError) as failure:
                 error = failure
             if isinstance(request, _PAUSES):
-                # When the store went away during a wait is unknown.
+                # It is unknown when the store went away during a wait.
                 seen.paused(min(request.seconds, self._clock() - asked))
                 if self._clock() - asked > request.seconds:
                     seen.woke_late(self._clock() - asked - request.seconds)
@@ -408,7 +402,7 @@ class Node:
                 self._note(request, error, asked)
 
     def _note(self, request: Any, error: Exception | None, asked: float) -> None:
-        """Note what the store's answer, or its silence, says of this node's contact with it."""
+        """Note what the store's answer, or its silence, says of the node's contact with it."""
         if error is None:
             self._seen.answered()
             if isinstance(request, PutRecord):
@@ -436,7 +430,7 @@ class Node:
         seen = self._seen
         if view.records is not None and not (seen.document_is_fresh or isinstance(action, _WRITES)):
             # The records may be newer than the document. Compare-and-set guards a write; any other
-            # action must be for the document as it is now.
+            # action must be right for the document as it is now.
             token = seen.token
             yield from seen.read_document()
             if seen.token != token:
@@ -469,11 +463,11 @@ class Node:
         self._neighbours.answer()
 
     def _look(self) -> Effects[None]:
-        """Beat, if that is due, and read what is to be known for a decision."""
+        """Beat if that is due, and read what a decision needs."""
         seen = self._seen
         if self._beats and not seen.closed:
             if self._reads_first:
-                # Others would wait for a node that beats and may read nothing. One that may only
+                # Others would wait for a node that beats and may read nothing. A node that may only
                 # read sees whether they go on without it.
                 yield from seen.read_document()
                 self._reads_first = False
@@ -484,7 +478,7 @@ class Node:
             yield from Tell("unreadable", f"it counts as absent: {seen.unbelieved.pop(0)}")
 
     def _tell_what_it_asked_for(self) -> Effects[None]:
-        """Tell it when this node has time: a line takes as long as a request to the store."""
+        """Log it when this node has time: a line takes as long as a request to the store."""
         if self._join.news:
             news, self._join.news = self._join.news, ""
             yield from Tell("joined", news)
@@ -500,7 +494,7 @@ class Node:
 
     @property
     def _beats(self) -> bool:
-        """Whether the others are to see that this node lives."""
+        """Whether this node shows that it lives."""
         return self.record.status is not Status.LEFT or self.record.is_unfit
 
     def _take_orders(self) -> None:
@@ -520,7 +514,7 @@ class Node:
         if orders.done:
             orders.done = False
             if runs:
-                # No node waits for this: do not ring the bell.
+                # No node waits for this, so do not ring the bell.
                 heartbeat.change(status=Status.DONE)
         if orders.growth:
             orders.growth = False
@@ -549,7 +543,8 @@ class Node:
             suspect=join.suspect,
         )
         self._fresh = self._new_incarnation()
-        # A node that joins again may have lost the leader: look at it now, not an interval on.
+        # A node that joins again may have lost the leader: look at the leader now, not an interval
+        # later.
         self._seen.read_again(document=True, leader=join.given is not None)
         self._waiting = 0
         self._contact.workers_stopped()
@@ -605,7 +600,7 @@ class Node:
         match action:
             case rules.Write(document):
                 first = document.phase is Phase.CONFIRMING and document.ranks.get(self.id) == 0
-                # Not once it has confirmed, and takes the lead only then: its TCPStore is open.
+                # Not if it has confirmed and takes the lead only then: its TCPStore is open.
                 if first and self.record.world_id != document.world_id:
                     yield from self._master.begin(document.world_id)
                 yield from self._write(document)
@@ -660,12 +655,12 @@ class Node:
         self._neighbours.begin(document)
         place = f"rank {document.ranks[self.id]} of {document.size}"
         text = f"round {document.round}: {place}, MASTER {document.master}"
-        # Before the agent goes on: it may fork its workers, while no thread is to log.
+        # Log before the agent goes on: it may fork its workers, and no thread may log then.
         yield from Tell("round", f"{text} ({document.reason})")
         yield from self._end_join(JoinOutcome(document=document))
 
     def _close(self, document: RoundDocument, outcome: Outcome, why: str) -> Effects[None]:
-        # The same words as shutdown()'s, which finishes this if it is interrupted.
+        # shutdown() uses the same words, and finishes this if it is interrupted.
         self.closing = True
         try:
             yield from close_run(
@@ -674,7 +669,7 @@ class Node:
                 outcome,
                 f"{why}; closed by {self.record.label}",
                 self._rules.sweep_after,
-                # Any leader, also a spare; not a node that has lost the lead since.
+                # Any leader may, even a spare, but no node that has lost the lead since.
                 may_close=lambda now: now.leader == self.id,
             )
         finally:
@@ -685,15 +680,15 @@ class Node:
         asked = self._clock()
         ended = yield from ReadTombstone(incarnation)
         if ended is not None:
-            # The keys that this node wrote since the sweep have no deadline. If the Drop fails,
-            # the node asks again; once it knows of the end it does nothing more.
+            # The keys that this node wrote since the sweep have no deadline. If the Drop fails, the
+            # node asks again; once it knows of the end it does nothing more.
             yield from Drop((NODES_PREFIX + self.id,))
         self._seen.hear_of_the_end(incarnation, ended, asked)
 
     def _confirm(
         self, document: RoundDocument, is_master: bool, seconds: float | None
     ) -> Effects[None]:
-        """Confirm the rank in this node's record; rank 0 opens MASTER_PORT first."""
+        """As `rules.Confirm`."""
         master: str | float | None = None
         if is_master:
             master = yield from self._master.open(document.world_id)
@@ -724,7 +719,7 @@ class Node:
     def _check_network(
         self, document: RoundDocument, seconds: float | None
     ) -> Effects[Found | None]:
-        """The findings of this node about its links; None: none yet, decide again."""
+        """This node's findings about the network; None: not known yet, decide again."""
         found = yield from self._network.run(document)
         if found is not None or self.ordered:
             return found
@@ -747,7 +742,7 @@ class Node:
             try:
                 yield from self._stay_out(outcome)
             except (RendezvousConnectionError, RendezvousStateError):
-                # The others wait for this node's lease; its agent is told all the same.
+                # The others wait for this node's lease; its agent learns the outcome all the same.
                 self._seen.read_again(document=True, records=True)
         yield from FinishJoin(outcome)
 
@@ -784,7 +779,7 @@ class Node:
         outages = seen.outages
         for digest, values in shards.items():
             if digest not in seen.stored:
-                # Before the document names them: who reads it finds them.
+                # Before the document names them, so that its readers find them.
                 yield from PutShards(values)
         if seen.outages != outages:
             return False  # Decide again: nobody is lost by what was seen before an outage.
@@ -799,7 +794,7 @@ class Node:
             return False
         yield from seen.adopt(entry, document, shards_of(stored))
         if before and given and before.is_whole and before.world_id == given.world_id:
-            # An heir of the leader knew its own rank alone when it confirmed that.
+            # A successor of the leader knew only its own rank when it confirmed.
             join.given = replace(given, participants=before.participants, roster=None)
         if document.incarnation == self._fresh:
             self._fresh = self._new_incarnation()  # In case this node founds another run.
@@ -813,7 +808,7 @@ class Node:
         return True
 
     def _wait(self, seconds: float | None) -> Effects[None]:
-        """Wait for a change, a beat's time or ``seconds``; but first do what nobody waits for."""
+        """Wait for a change, the next beat or ``seconds``; but first do what nobody waits for."""
         if self.ordered or self._master.is_reported:
             return  # The driver may have ended its waits for this before this wait began.
         neighbours = self._neighbours
@@ -853,12 +848,12 @@ class Node:
             seen.read_again(document=True)
 
     def _bear(self, error: Exception, failures: int) -> Effects[None]:
-        """Outage: an outage stops no node, and no node is judged by what could not be read."""
+        """Outage: it stops no node, and no node is lost by what could not be read."""
         self._seen.read_again(document=True, leader=True, records=True)
         sealed = isinstance(error, SealedRunError)
         damaged = isinstance(error, CorruptDocumentError) and not sealed
         if damaged and self._has_asked_for_a_lease:
-            # The nodes of the run, if any lived, would have written the document again.
+            # Live nodes of the run would have written the document again.
             self._seen.mend()
         elif self._join.waits and not self._orders.withdraw and self._is_hopeless(error):
             self._join.waits = False
@@ -886,13 +881,12 @@ class Node:
 
     @property
     def _has_asked_for_a_lease(self) -> bool:
-        """Whether nodes of the run, if any lived, would have shown it since this node asked."""
+        """Whether live nodes of the run would have shown it since this node asked."""
         return self._clock() >= self._join.asked_at + self._rules.lease + self._rules.interval
 
     def _is_hopeless(self, error: Exception) -> bool:
         if isinstance(error, SealedRunError | ForeignValueError):
-            # Its nodes may live; if none of another secret's lives, this node begins a run in its
-            # place.
+            # Nodes with another secret may live; if none does, this node begins a run in its place.
             return self._has_asked_for_a_lease
         if isinstance(error, CorruptDocumentError):
             return self._clock() >= self._join.deadline

@@ -1,7 +1,7 @@
 """Orders of people to a run: take nodes out, let nodes in, begin a new round, ask who lives.
 
-An order stands in the round document; its leader or a successor carries it out. The
-order outlives the command that gave it, and needs nothing but the nodes themselves.
+An order is part of the round document; the leader or a successor carries it out. It outlives the
+command that gave it, and needs only the nodes themselves.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from rdzv_plugins.protocol.sizes import Sizes, needed, world_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """An order that stands in the document, or that there was nothing to change for.
+    """The effect of an order, which the document holds unless nothing had to change.
 
     Attributes:
         document: with the order; None: there is no such run, or it is closed.
-        ids: of the nodes that it is about.
+        ids: of the nodes that the order is about.
         nodes: their labels.
         unknown: names that no node of the run has.
-        done: the nodes for whose sake nothing was changed, since their workers succeeded.
+        done: nodes whose workers succeeded, so that the order changed nothing.
         left: how many nodes remain that could be in a round, as far as their records tell.
-        lacks: how many more a round needs.
-        size: how many of them a round takes; 0: they are too few.
-        stops: whether they were enough without the order, and are too few with it.
+        lacks: how many more nodes a round needs.
+        size: how many of the remaining nodes a round takes; 0: too few remain.
+        stops: enough nodes were there without the order, and too few are with it.
     """
 
     document: RoundDocument | None = None
@@ -66,7 +66,7 @@ class Given:
 
 
 def nodes_named(name: str, records: Mapping[str, NodeRecord]) -> list[str]:
-    """The nodes that have not ended and go by this name: id, address, or ``address[pid]``."""
+    """The nodes that have not ended and have this id, address, or label."""
     return [
         node
         for node, record in records.items()
@@ -85,20 +85,20 @@ def drain(
     may: Callable[[Given], bool] = _always,
     is_silent: Callable[[str], bool] = lambda _: False,
 ) -> Effects[Given]:
-    """Take nodes out of the run for good; nothing is changed if one of the names is unknown.
+    """Take nodes out of the run for good; changes nothing if one of the names is unknown.
 
     Args:
-        giver: who rings the leader's bell.
-        names: each of a node, or of a host: all its nodes.
+        giver: the id that rings the leader's bell.
+        names: each the name of a node, or of a host for all its nodes.
         now: seconds since the epoch.
-        may: asked what would be before anything is changed; if it says no, that is returned.
+        may: asked before anything is changed, with what the order would do; False: change nothing.
         is_silent: whether a node is known to be dead.
     """
     document, records = yield from _look()
     if document is None:
         return Given()
     found = {name: nodes_named(name, records) for name in names}
-    # Where the store has lost a participant's record, its id is a name too.
+    # If the store has lost a participant's record, its id is a name too.
     found |= {name: [name] for name, nodes in found.items() if not nodes and document.names(name)}
     if unknown := tuple(name for name, nodes in found.items() if not nodes):
         return Given(document=document, unknown=unknown)
@@ -120,9 +120,9 @@ def restart(
     now: Callable[[], float],
     is_silent: Callable[[str], bool] = lambda _: False,
 ) -> Effects[Given]:
-    """Begin a new round, unless one forms already, or a node is done; ``why`` is for people.
+    """Begin a new round, unless one forms already or a node is done; ``why`` is for people.
 
-    The rest is as for `drain`.
+    All other arguments are as for `drain`.
     """
     document, records = yield from _look()
     if document is None:
@@ -138,7 +138,7 @@ def restart(
 
 
 def resize(giver: str) -> Effects[Given]:
-    """Let in the nodes that wait, whatever the run's options say; `Given.nodes` are those."""
+    """Let in the waiting nodes (`Given.nodes`), whatever the run's options say."""
     document, records = yield from _look()
     if document is None:
         return Given()
@@ -166,7 +166,7 @@ def exclude(
 ) -> Effects[Given]:
     """Keep the nodes of a host out of the rounds of a run; replaces an exclusion of the host.
 
-    The arguments are those of `drain`.
+    All other arguments are as for `drain`.
     """
     document, records = yield from _look()
     if document is None:
@@ -182,7 +182,7 @@ def exclude(
 
 
 def include(giver: str, host: str) -> Effects[Given]:
-    """Take an exclusion or a quarantine back; `Given.nodes` has the host if there was one."""
+    """Take an exclusion or a quarantine back; `Given.nodes` is the host if there was one."""
     document, records = yield from _look()
     if document is None:
         return Given()
@@ -201,10 +201,10 @@ def include(giver: str, host: str) -> Effects[Given]:
 
 
 def accuse(giver: str, names: Collection[str]) -> Effects[Given]:
-    """Ask nodes of the run to show that they live; nothing is changed if a name is unknown.
+    """Ask nodes of the run to show that they live; changes nothing if a name is unknown.
 
-    The nodes of `Given.ids` that live answer by a heartbeat above the one in `Given.document`.
-    Nobody is lost for want of an answer: for that a participant must have found its process gone.
+    Live nodes of `Given.ids` answer by a heartbeat above the beat in `Given.document`. A node is
+    not lost without an answer, unless a participant has found its process gone.
     """
     document, records = yield from _look()
     if document is None:
@@ -220,7 +220,7 @@ def accuse(giver: str, names: Collection[str]) -> Effects[Given]:
         fresh = []
         for node in nodes:
             before, beat = known.get(node), records[node].beat
-            # Whom the run has asked already, or given up, is asked no later for this.
+            # The run asked this node already, or called it lost: do not postpone its answer.
             fresh.append(before if before and before.beat >= beat else Accusation(node, beat))
         return replace(run, accused=(*kept, *fresh))
 
@@ -233,10 +233,9 @@ def accuse(giver: str, names: Collection[str]) -> Effects[Given]:
 def give(
     giver: str, incarnation: str, change: Callable[[RoundDocument], RoundDocument]
 ) -> Effects[RoundDocument | None]:
-    """Change the document of this incarnation while it is open, and tell the leader.
+    """Change the document of this incarnation unless it is closed, and tell the leader.
 
-    Returns:
-        The document with the change; None: that run is over.
+    Returns the document with the change; None: that run is over.
     """
     entry: Entry | None = yield from Read(STATE_KEY)
     conflicts = 0
@@ -257,7 +256,7 @@ def give(
 
 
 def _look() -> Effects[tuple[RoundDocument | None, dict[str, NodeRecord]]]:
-    """The document of a run that is open, and the records of its nodes."""
+    """The document of an open run, and the records of its nodes."""
     entry = yield from Read(STATE_KEY)
     document = RoundDocument.decode(entry.value) if entry is not None else None
     if document is None or document.closed:
@@ -273,7 +272,7 @@ def _give_if(
     given: Callable[[RoundDocument], Given],
     may: Callable[[Given], bool],
 ) -> Effects[Given]:
-    """Give an order, if ``may`` has nothing against what it would come to."""
+    """Give an order if ``may`` agrees to what the order would do."""
     had_enough = not given(document).lacks
 
     def of(run: RoundDocument) -> Given:

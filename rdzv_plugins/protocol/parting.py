@@ -1,4 +1,4 @@
-"""How a node parts from a run: it leaves one that goes on without it, and closes any other."""
+"""How a node parts from a run: it leaves a run that goes on without it, and closes any other."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from rdzv_plugins.protocol.sizes import Sizes, world_size
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.node import Node
 
-# How often a new node whose workers failed tries again under torchrun; not with the last restart.
+# How often a new node under torchrun tries again after its workers failed; not with the last
+# restart.
 _TRIES = 1
 
-# How often it looks meanwhile whether the others live.
+# Seconds between two looks at whether the other nodes live.
 _LOOK_SECONDS = 0.5
 
 
 class Parting(StrEnum):
-    """The end of a run that a node gave up, or of the node: the run counted no more on it."""
+    """How it ended: the node left, it closed the run, or the run no longer counted on the node."""
 
     LEFT = "left"
     CLOSED = "closed"
@@ -47,21 +48,20 @@ class Service:
 
     Args:
         label: of the node.
-        clock: seconds, of any zero.
+        clock: a monotonic clock, in seconds.
 
     Attributes:
-        last: the round that its agent was given last.
-        newcomers: who came to a run that went on already, this node among them, with it or since;
-            None: it did not come so.
+        last: the last round that its agent was given.
+        newcomers: the nodes that joined a run that went on already, together with this node or
+            later; None: this node did not join a run that went on.
     """
 
     def __init__(self, label: str, rules: Rules, clock: Callable[[], float]) -> None:
         self._label, self._rules, self._clock = label, rules, clock
         self.last: RoundDocument | None = None
         self.newcomers: Names | None = None
-        # Seconds that the rounds of this run had it, but for the last, and when that began.
+        # Seconds in earlier rounds of this run, and when the last round began.
         self._served, self._began = 0.0, 0.0
-        # How often its workers failed while it was new.
         self._failures = 0
 
     def begin(self, document: RoundDocument) -> None:
@@ -83,9 +83,9 @@ class Service:
 
     @property
     def is_new(self) -> bool:
-        """Whether the node came to a run that went on already, and has not served for long.
+        """Whether the node joined a run that went on already, and has not served for its probation.
 
-        Its workers' failure is then more likely its own than the script's, or the run's.
+        A failure of its workers is then more likely the node's own than the script's or the run's.
         """
         probation = self._rules.min_uptime or self._rules.probation
         return self.newcomers is not None and self.seconds < probation
@@ -99,9 +99,9 @@ class Service:
 
 
 def newcomers_with(label: str, document: RoundDocument) -> Names | None:
-    """The nodes that came to a run together with this one, in its first round of that run.
+    """The nodes that joined a run together with this node, in its first round of that run.
 
-    None: no round had run before, or it was in that too.
+    None: no round had run before, or the node was in it.
     """
     joined = document.cause.joined
     is_new = document.round > 0 and (label in joined or joined.more > 0)
@@ -119,8 +119,8 @@ def goes_on_without(
     """Whether the other nodes of a run are enough for a round.
 
     Args:
-        records: of all nodes; None: they are many, and participants are counted instead.
-        wall: the time on this host's wall clock, in seconds since the epoch.
+        records: of all nodes; None: there are many, and participants are counted instead.
+        wall: seconds since the epoch, on this host's wall clock.
         newcomers: nodes that do not count.
     """
     if document.closed:
@@ -136,18 +136,18 @@ def goes_on_without(
         for node, record in records.items()
         if node not in out
         and record.label not in newcomers
-        # Its record is the last that it wrote.
+        # The record of a lost node may still say that it runs.
         and record.label not in document.cause.lost
         and fits(record, document)
         and (record.asks or _runs(document, node, record))
     ]
-    # Nobody knows the names of so many newcomers.
+    # Leave out as many as there are newcomers without known names.
     others = others[newcomers.more :]
     return world_size(others, records, Sizes.of(rules)) > 0
 
 
 def lost_one(last: RoundDocument, latest: RoundDocument) -> bool:
-    """Whether the nodes of a round, the last one, have lost one of theirs."""
+    """Whether a node of the round ``last`` was lost since."""
     if not latest.is_of(last):
         return False
     return bool(latest.lost or (latest.round > last.round and latest.cause.lost))
@@ -159,10 +159,10 @@ def all_live(
     before: Mapping[str, NodeRecord],
     records: Mapping[str, NodeRecord],
 ) -> bool:
-    """Whether all others of a round, the last one, have written their records since ``before``.
+    """Whether all other nodes of the round ``last`` have written their records since ``before``.
 
-    A node that asks for the next round, or has left, has done so too. For many nodes the answer is
-    False: nobody looks at each.
+    A node that asks for the next round, or has left, has done so too. For a large round the answer
+    is False, because nobody looks at each node.
     """
     return bool(last.participants) and all(
         (now := records.get(node)) is not None
@@ -186,8 +186,8 @@ def others_go_on(
 ) -> Effects[bool]:
     """Whether the others are enough for a round; ``left``: this node has said that it leaves.
 
-    Where several nodes leave at once, each has left before it looks at the others: the last one
-    finds that they are too few. In a large run only the leader looks, and a node that finds none.
+    Where several nodes leave at once, each leaves before it looks at the others, so that the last
+    one finds too few. In a large run only the leader looks, or a node that finds no leader.
 
     Args:
         newcomers, wall: as for `goes_on_without`.
@@ -205,10 +205,10 @@ def others_go_on(
 def follows_from_a_loss(
     node: Node, last: RoundDocument, rules: Rules, is_over: Callable[[], bool]
 ) -> Effects[bool]:
-    """Whether the workers failed since a node of the round, the last one, was lost.
+    """Whether the workers failed because a node of the round ``last`` was lost.
 
-    It waits until all others have shown that they live, or until it ``is_over``: a loss would have
-    shown by then.
+    Waits until all other nodes have shown that they live, or ``is_over``: a loss would show by
+    then.
     """
     before = _read((yield from List(NODES_PREFIX)))
     while True:
@@ -233,12 +233,12 @@ def give_up(
 ) -> Effects[Parting]:
     """Leave a run that goes on without this node, or close it as failed; after `Node.run`.
 
-    It may be driven again where a request failed.
+    It may be driven again if a request failed.
 
     Args:
         why: for people.
-        wall: the time on this host's wall clock, in seconds since the epoch.
-        of_workers: they failed, and this node is new; else its agent failed.
+        wall: this host's wall clock, in seconds since the epoch.
+        of_workers: the workers of this new node failed; False: its agent failed.
         looked: the others are known to be enough.
     """
     newcomers = (service.newcomers if of_workers else None) or Names()
@@ -255,7 +255,7 @@ def give_up(
 def close_as_member(
     node: Node, service: Service, outcome: Outcome, why: str, rules: Rules
 ) -> Effects[bool]:
-    """Close the run if it counts on this node, or has just stopped to, since that gave up.
+    """Close the run if it counts on this node, or did until this node gave up.
 
     Returns whether the run is closed.
     """

@@ -1,4 +1,4 @@
-"""The record of a round, and of the end of a run, for people: the rows of a run's history."""
+"""The rows of a run's history, for people: a round, or the end of the run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a round took, on its leader's clock.
 
     Attributes:
-        gathering: until its participants had joined; with the last call.
+        gathering: until its participants had joined, with the last call.
         last_call: how much of that the leader waited for more nodes than the minimum.
-        confirming: from then until each of them had confirmed its rank.
+        confirming: from then until each participant had confirmed its rank.
     """
 
     gathering: Lasted = 0.0
@@ -39,10 +39,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A node as a history names it.
 
     Attributes:
-        name: ``address[pid]``; the node's id where its record was gone.
-        address, pid: of its agent.
-        rank: of a participant, in the round; of any other node, in the round before. None: none,
-            or the leader had not seen that round.
+        name: ``address[pid]``, or the node's id if its record was gone.
+        rank: of a participant, in the round; of any other node, in the round before. None: the node
+            had none, or the leader had not seen that round.
     """
 
     name: Id
@@ -60,13 +59,12 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     Attributes:
         phase: running; forming for a run that has had no round; closed at the end.
         nodes: how many participants; ``members`` are the first of them, in rank order.
-        leader: the leader's name.
+        leader: the leader's label.
         seconds: how long the round took to form.
         reason: why the round formed, or why the run ended, in words.
-        lost, left, failed, joined, evicted, held, drained, excluded: the nodes that were the
-            reason; see `documents.Cause`.
+        lost, left, failed, joined, evicted, held, drained, excluded: as in `documents.Cause`.
         outcome: how the run ended.
-        kept: of a run that ended: for how many seconds its id is taken after that.
+        kept: of a run that ended: for how many more seconds its id is taken.
     """
 
     incarnation: Key
@@ -99,10 +97,10 @@ def record_of(
     """The record of this round.
 
     Args:
-        records: the nodes' own, as far as they are known.
-        before: the round before it, if this node was in that; it gives the ranks that nodes had.
+        records: of the nodes, as far as they are known.
+        before: the round before it, if this node was in it; tells the old ranks of nodes.
         seconds: how long the round took to form.
-        kept: of a run that ended: for how many seconds its id is taken after that.
+        kept: as `RoundRecord.kept`.
     """
     by_name = {record.label: (node, record) for node, record in records.items()}
     old = before.ranks if before is not None and before.is_of(document) else {}

@@ -16,12 +16,7 @@ from rdzv_plugins.protocol.rules import Rules
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many nodes a round may have.
-
-    Attributes:
-        min_nodes, max_nodes: ``--nnodes``.
-        node_unit, segment: the options of the run.
-    """
+    """How many nodes a round may have: ``--nnodes``, and the options of the run."""
 
     min_nodes: int
     max_nodes: int
@@ -30,13 +25,13 @@ class Sizes:
 
     @classmethod
     def of(cls, rules: Rules) -> Sizes:
-        # This node's own rules: what another node's record says of them is not to be trusted.
+        # By this node's own rules: what other nodes' records say is not trusted.
         unit, segment = max(1, rules.node_unit), max(1, rules.segment)
         return cls(rules.min_nodes, rules.max_nodes, unit, segment)
 
     @classmethod
     def told(cls, document: RoundDocument, leader: NodeRecord | None) -> Sizes:
-        """As somebody knows them who has the document and the leader's record only."""
+        """The sizes, as the document and the leader's record tell them."""
         return cls.of(Rules.told(document, leader))
 
     @property
@@ -70,7 +65,7 @@ class Sizes:
 
 
 def world_size(nodes: Collection[str], records: Mapping[str, NodeRecord], sizes: Sizes) -> int:
-    """How many of these nodes a round would take; 0: they are too few for one."""
+    """How many of these nodes a round would take; 0: too few for one."""
     count = len(nodes)
     if sizes.segment > 1:
         count = sum(here - here % sizes.segment for here in in_domains(nodes, records).values())
@@ -80,7 +75,7 @@ def world_size(nodes: Collection[str], records: Mapping[str, NodeRecord], sizes:
 
 
 def needed(nodes: Collection[str], records: Mapping[str, NodeRecord], sizes: Sizes) -> int:
-    """How many more nodes a round needs at least, besides these."""
+    """How many more nodes a round needs at least."""
     if sizes.segment == 1:
         return max(0, sizes.least - len(nodes))
     segment, counts = sizes.segment, in_domains(nodes, records).values()
@@ -90,6 +85,6 @@ def needed(nodes: Collection[str], records: Mapping[str, NodeRecord], sizes: Siz
 
 
 def in_domains(nodes: Iterable[str], records: Mapping[str, NodeRecord]) -> Mapping[str, int]:
-    """How many of the nodes each domain has; who has none, or no record, is in no segment."""
+    """How many of the nodes each domain has; a node without a domain or record has no segment."""
     found = (record.domain for node in nodes if (record := records.get(node)) is not None)
     return Counter(domain for domain in found if domain is not None)

@@ -20,9 +20,9 @@ class State(StrEnum):
     READY = "ready"
     """It has confirmed its rank; the round begins to run once all have."""
     RUNNING = "running"
-    """Its workers run, or it has not said yet that they do no more."""
+    """Its workers run, as far as its record tells."""
     WAITING = "waiting"
-    """It asks for a round, and the present one has begun without it; a spare does so."""
+    """It asks for a round, and the present round has begun without it; a spare does so."""
     DONE = "done"
     """Its workers succeeded."""
     LEFT = "left"
@@ -34,9 +34,9 @@ class State(StrEnum):
     UNFIT = "unfit"
     """Its check failed, and it tries again."""
     EVICTED = "evicted"
-    """It did not ask for the round in time, so that the others go on without it."""
+    """It did not ask for the round in time, so the others go on without it."""
     SILENT = "silent"
-    """A heartbeat was due and did not come."""
+    """A heartbeat is overdue."""
     LOST = "lost"
     """Its lease ran out, or the others go on without it for that reason."""
     UNKNOWN = "unknown"
@@ -44,7 +44,7 @@ class State(StrEnum):
 
     @property
     def is_odd(self) -> bool:
-        """Whether people should see it first."""
+        """Whether people see it first."""
         return self in _ODD
 
 
@@ -62,7 +62,7 @@ _ODD = frozenset(
 
 
 def is_due(silence: float, record: NodeRecord | None) -> bool:
-    """Whether a heartbeat of the node should have come in these seconds."""
+    """Whether a heartbeat of the node was due in these seconds."""
     return silence >= (_DUE_INTERVALS * record.interval if record is not None else 0.0)
 
 
@@ -80,8 +80,7 @@ def state_of(
     Args:
         document: of the run; None: there is none.
         record: the node's own; None: it has none.
-        silent: a heartbeat was due and did not come, on the monotonic clock of who asks.
-        lost: its lease ran out likewise.
+        silent, lost: a heartbeat is overdue, or its lease ran out, on the caller's monotonic clock.
         now: seconds since the epoch; exclusions end by it.
     """
     if record is None:
@@ -120,7 +119,7 @@ def state_of(
 
 
 def _is_left_behind(document: RoundDocument, node: str, record: NodeRecord) -> bool:
-    """Whether the leader has found the node lost, whose record is as it was before."""
+    """Whether the leader has called the node lost, whose record has not changed since."""
     ran = record.status is Status.RUN and record.incarnation == document.incarnation
     known = document.is_whole and not document.names(node) and node not in document.evicted
     return ran and known and record.round < document.round

@@ -1,11 +1,11 @@
-"""Times that hosts' wall clocks showed, for people: no decision of the protocol reads them."""
+"""Times of hosts' wall clocks, for people: no decision of the protocol reads them."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
 CLOCKS_DIFFER = 5.0
-"""Seconds by which clocks differ that are told of; less may be how long a heartbeat took."""
+"""Seconds from which a difference of clocks is told; less may be how long a heartbeat took."""
 
 _DAY = 24 * 3600.0
 
@@ -17,7 +17,7 @@ def as_iso(seconds: float) -> str | None:
 
 
 def shown(seconds: float, now: float) -> str:
-    """For people, such as "07:24:02 UTC", with the date where that is a day off; "": not known."""
+    """For people, such as "07:24:02 UTC", with the date if a day off; "": not known."""
     at = _time(seconds)
     if at is None:
         return ""

@@ -37,7 +37,7 @@ from rdzv_plugins.protocol.situation import (
 from rdzv_plugins.protocol.sizes import Sizes, needed
 from rdzv_plugins.protocol.wall_clock import shown
 
-# A changed sentence is told once it has stood for so long: not each step of a round that forms.
+# Tell a changed sentence once it has stood this long, not at each step of a forming round.
 _SETTLED_SECONDS = 1.0
 _REPEAT_SECONDS = 30.0
 
@@ -51,19 +51,19 @@ class Diagnosis:
 
     Attributes:
         does: what the run does, or for how many nodes it waits.
-        absent: nodes of the last round that have not asked for this one.
+        absent: nodes of the last round that have not asked for this round.
         lost: nodes that are gone since the last round.
-        left, silent: where the round needs more nodes, those that left, and those of which a
-            heartbeat was due and did not come.
-        gave_up: those that came for this round, and left before it formed.
-        doubted: how many are late all at once, so that each has one more lease.
-        unfit: nodes that ask for no round since their check failed, each with the reason.
+        left, silent: if the round needs more nodes: nodes that left, and nodes with an overdue
+            heartbeat.
+        gave_up: nodes that came for this round, and left before it formed.
+        doubted: how many nodes are late all at once, so that each has one more lease.
+        unfit: nodes that ask for no round because their check failed, each with the reason.
         excluded: which hosts are kept out, until when and why.
-        refused: how many of those that ask are not admitted to the next round, and why.
-        network: between whom no data pass, or pass slowly; or that this node finds that out.
+        refused: how many asking nodes are not admitted to the next round, and why.
+        network: between which nodes data do not pass, or pass slowly.
         since: since when the round forms.
         seconds: how long still, or how long already, as ``limit`` says; None: nothing limits it.
-        limit: what follows the seconds, such as "to join_timeout".
+        limit: the words after the seconds, such as "to join_timeout".
         needs: whether the round needs more nodes.
     """
 
@@ -115,7 +115,7 @@ class Diagnosis:
         return f"{self.lasting}; {max(0.0, self.seconds):.0f} s {self.limit}"
 
     def at_the_end(self, left: Iterable[str], gave_up: Collection[str] = ()) -> Diagnosis:
-        """The same when the time is over, with more nodes that have left or given up."""
+        """The diagnosis when the time is over, with more nodes that have left or given up."""
         return Diagnosis(
             does=self.does,
             absent=self.absent,
@@ -132,7 +132,7 @@ class Diagnosis:
 
 
 class Pace:
-    """When a join that waits tells its sentence: once it has settled, and every 30 s.
+    """When the log tells what a join waits for: once the sentence has settled, and every 30 s.
 
     Times are seconds of one monotonic clock.
     """
@@ -143,11 +143,11 @@ class Pace:
         self._told_at = now
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to look again; a leader of many nodes decides much more often."""
+        """Whether to look again; a leader of many nodes decides much more often."""
         return now - self._looked >= _SETTLED_SECONDS
 
     def tells(self, sentence: str, now: float) -> bool:
-        """Whether this sentence, which is without its seconds, is to be told now."""
+        """Whether to tell this sentence, which has no seconds, now."""
         settled = sentence == self._candidate
         self._looked, self._candidate = now, sentence
         if not (settled and sentence != self._told) and now - self._told_at < _REPEAT_SECONDS:
@@ -158,14 +158,14 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """Facts besides a situation. Seconds are those that are left; None: not known.
+    """Facts besides a situation, in seconds from now; None: not known.
 
     Attributes:
-        join, last_call, rejoin: until ``join_timeout``, and until the round waits no more.
+        join, last_call, rejoin: until ``join_timeout``, and until the round stops waiting.
         call_ends, since: when the last call ends, and since when the round forms, for people.
         quiet: seconds of watching in which no heartbeat was seen.
         hold: what keeps newcomers waiting.
-        leads: it is the leader: whoever is silent and not lost yet has one more lease.
+        leads: the leader speaks: a silent node that is not lost has one more lease.
     """
 
     join: float | None = None
@@ -186,13 +186,13 @@ def diagnose(
     now: float = 0.0,
     is_lost: Callable[[str], bool] | None = None,
 ) -> Diagnosis:
-    """The diagnosis by an observer that is no node of the run, and has read all of it.
+    """The diagnosis by an observer that has read all of the run and is no node of it.
 
     Args:
-        is_silent: whether a node's heartbeat is known to have stood still for too long.
+        is_silent: whether a heartbeat of the node is overdue.
         quiet_for: seconds of watching in which no heartbeat was seen; None: not observed.
         now: seconds since the epoch; exclusions end by it.
-        is_lost: whether its lease has run out; None: whoever is silent is lost.
+        is_lost: whether its lease has run out; None: each silent node is lost.
     """
     if document is None:
         unfit = (it for node, it in records.items() if it.is_unfit and not is_silent(node))
@@ -203,7 +203,7 @@ def diagnose(
 
 
 def of_run(at: Situation, quiet_for: float | None = None) -> Diagnosis:
-    """The same of a situation that is known already."""
+    """The diagnosis of a known situation."""
     document, now = at.document, at.wall
     known = _Known(quiet=quiet_for, since=shown(document.since, now), hold=_held(at))
     leader = at.records.get(document.leader or "")
@@ -213,7 +213,7 @@ def of_run(at: Situation, quiet_for: float | None = None) -> Diagnosis:
 
 
 def call_ends(document: RoundDocument, leader: NodeRecord) -> int:
-    """When the last call of the round ends that forms, on its leader's wall clock; 0: unknown."""
+    """When the last call of the forming round ends, on its leader's wall clock; 0: unknown."""
     if document.phase is not Phase.FORMING or leader.last_call is None:
         return 0
     round_, ends = leader.last_call
@@ -402,7 +402,7 @@ _ORDINALS = dict(enumerate(("a second", "a third", "a fourth", "a fifth", "a six
 def _confirming(at: Situation, known: _Known) -> Diagnosis:
     document = at.document
     missing = unconfirmed(document, at.records)
-    # Where the roster is lost, an observer knows only those that have confirmed.
+    # If the roster is lost, an observer knows only nodes that have confirmed.
     unknown = document.size - len(document.ranks)
     number = len(missing) + unknown
     does = f"confirming round {document.round}: "
@@ -438,7 +438,7 @@ def _running(at: Situation, known: _Known) -> Diagnosis:
 
 
 def _held(at: Situation) -> Reason:
-    """The options that may hold newcomers back, as the first node of the round has them."""
+    """The options that may hold newcomers back, as the round's first node has them."""
     policies = (at.records[node].policy for node in at.document.ranks if node in at.records)
     options = next(policies, "").split(",")
     return Reason(", ".join(it for it in options if it.partition("=")[0] in GROWTH))
@@ -460,7 +460,7 @@ def _nnodes(document: RoundDocument) -> str:
 
 
 def _size(document: RoundDocument) -> str:
-    """How many nodes the round has, and may have where that differs."""
+    """How many nodes the round has, and may have if that differs."""
     size = document.size
     if size == document.min_nodes == document.max_nodes:
         return _count(size)
@@ -472,7 +472,7 @@ def _count(nodes: int) -> str:
 
 
 Remark: TypeAlias = tuple[str, object, str]
-"""A remark of a node for people: a kind, a key for which it is told once, and a sentence."""
+"""A remark of a node for people: a kind, a key (each is told once), and a sentence."""
 
 
 def remarks(view: View) -> Iterator[Remark]:
@@ -494,7 +494,7 @@ def _of_the_end(view: View) -> Iterator[Remark]:
     if document is None or not document.closed:
         yield "closed", latest.incarnation, "the run was closed while the store was away"
     elif not document.reason.endswith(f"closed by {view.record.label}"):
-        # A node that closed the run itself has told that.
+        # A node that closed the run itself has told its end.
         yield "closed", latest.incarnation, f"the run is closed: {document.reason}"
 
 

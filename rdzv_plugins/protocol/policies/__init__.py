@@ -1,8 +1,8 @@
-"""Policies: who is in a round, and when a run changes its size. Each is one file.
+"""Policies: who is in a round, and when a run changes its size. Each policy is one file.
 
-A policy answers some of the questions of `policy.Policy`. `situation` and `decide` know none of
-them: they ask all, in the order of `POLICIES`, by the functions of this module. docs/policies.md is
-what people read of them, and docs/writing-a-policy.md tells how to write one.
+A policy answers some of the questions of `policy.Policy`. `situation` and `decide` know no policy:
+they ask all of `POLICIES`, in that order, by the functions of this module. See docs/policies.md and
+docs/writing-a-policy.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ POLICIES: tuple[Policy, ...] = (
     Selection(),
     Ranks(),
 )
-"""The first answer counts. Each policy chooses among the nodes that the one before has chosen."""
+"""The first answer counts. Each policy chooses among the nodes that the policy before it has
+chosen.
+"""
 
 
 def keeps_out(
@@ -84,7 +86,7 @@ def holds(view: View, at: Situation) -> Reason | None:
 
 
 def judged(view: View, at: Situation, moment: Moment) -> Action | Again | None:
-    """The action that is to be done first; None: there is none."""
+    """The action that a policy demands first; None: there is none."""
     answers = (policy.judge(view, at, moment) for policy in POLICIES)
     return next((it for it in answers if it is not None), None)
 
@@ -97,11 +99,11 @@ def noted(view: View, at: Situation, after: RoundDocument) -> RoundDocument:
 
 
 def delays(view: View, document: RoundDocument) -> bool:
-    """Whether this node, which came while a round runs, may wait for long."""
+    """Whether this node, which came while a round runs, may have to wait for long."""
     return any(policy.delays(view, document) for policy in POLICIES)
 
 
 def leaves(view: View, document: RoundDocument) -> Failure | None:
-    """Why this node, which asks for a round, is to give up; None: it is not."""
+    """Why this node, which asks for a round, gives up; None: it does not."""
     answers = (policy.leave(view, document) for policy in POLICIES)
     return next((it for it in answers if it is not None), None)

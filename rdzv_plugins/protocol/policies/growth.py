@@ -1,4 +1,4 @@
-"""Growth: when a running round ends for newcomers, and how long one waits for more nodes."""
+"""Growth: when a running round ends for newcomers, and how long a round waits for more nodes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Growth(Policy):
 
 
 def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) -> Reason | None:
-    """The reason not to end the round for newcomers; None: there is none. Rule: growth.
+    """Why the round does not end for newcomers; None: it may end. Rule: growth.
 
     Args:
-        newcomers: how many would be let in.
-        room: for how many the round has room at most.
+        newcomers: how many the next round would take.
+        room: for how many more nodes the round has room.
         permitted: workers have said that now is a good moment.
-        lost: how many nodes of the round are lost, without which it goes on
-            (restart_on_loss=false). If all are, newcomers disturb nobody.
+        lost: how many lost nodes the round goes on without (restart_on_loss=false). If all nodes
+            are lost, newcomers disturb nobody.
     """
     rules, document = view.rules, view.document
     if document is not None and (document.resize or document.size <= lost):
@@ -50,7 +50,7 @@ def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) 
         (rules.resize_interval - view.grown_for, "to resize_interval"),
     ]
     if newcomers < room and not permitted:
-        # The last call, while the others train.
+        # The last call, while the participants train.
         limits.append((rules.last_call - (view.enough_for or 0.0), "of last call left"))
     seconds, limit = max(limits)
     return Reason(seconds=seconds, limit=limit) if seconds > 0 else None
@@ -59,8 +59,8 @@ def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) 
 def last_call(rules: Rules, document: RoundDocument, size: int = 0) -> float:
     """Seconds that a forming round with enough nodes waits for more. Rule: growth.
 
-    A restart waits only for replacements, until it is as large as the last round. New nodes
-    were gathered while that ran.
+    A restart waits only for replacements, until the round is as large as the last one, because new
+    nodes were gathered while that round ran.
 
     Args:
         size: how many nodes the round would have now.

@@ -1,4 +1,4 @@
-"""Drain and exclusions: nodes that people keep out of a run, and what to tell of them."""
+"""Drain and exclusions: nodes that people keep out of a run, and the sentences about them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 _DAY = 24 * 3600.0
 
-# A sentence tells of so many exclusions.
+# A sentence tells at most this many exclusions.
 _SHOWN = 2
 
-# A document names so many drained nodes that have ended; each may be away and come back.
+# A document names at most this many drained nodes that have ended; each may come back.
 _DRAINED_KEPT = 64
 
 
 class KeptOut(Policy):
-    """Rule: drain. Rule: exclusions. Hosts in quarantine are kept out as people's are."""
+    """Rule: drain. Rule: exclusions. Hosts in quarantine are kept out like excluded ones."""
 
     def keep_out(
         self, document: RoundDocument, records: Mapping[str, NodeRecord], now: float
@@ -55,7 +55,7 @@ class KeptOut(Policy):
         return exclusion_of(document, view.record.address, view.wall) is not None
 
     def leave(self, view: View, document: RoundDocument) -> Failure | None:
-        """A drained node leaves, but not while others may count on a rank of it."""
+        """A drained node leaves, but not while others may count on its rank."""
         counts = document.phase is Phase.CONFIRMING and view.me in document.ranks
         return Failure.DRAINED if view.me in document.drained and not counts else None
 
@@ -67,32 +67,32 @@ def _reason(document: RoundDocument, exclusion: Exclusion, now: float) -> Reason
 
 
 def in_force(document: RoundDocument, now: float) -> dict[str, Exclusion]:
-    """The exclusions and quarantines that hold at this time, by host; seconds since the epoch."""
+    """The exclusions and quarantines in force, by host; ``now``: seconds since the epoch."""
     both = (*document.quarantined, *document.excluded)
     return {it.host: it for it in both if it.is_in_force(now)}
 
 
 def without_hosts(held: Iterable[Exclusion], hosts: Collection[str]) -> tuple[Exclusion, ...]:
-    """Exclusions or quarantines but for those of some hosts."""
+    """Exclusions or quarantines without those of these hosts."""
     return tuple(it for it in held if it.host not in hosts)
 
 
 def exclusion_of(document: RoundDocument, host: str, now: float) -> Exclusion | None:
-    """The exclusion of a host that holds at this time."""
+    """The exclusion of a host that is in force."""
     if not (document.excluded or document.quarantined):
         return None
     return in_force(document, now).get(host)
 
 
 def carried_over(document: RoundDocument, carried: Iterable[Exclusion]) -> RoundDocument:
-    """The document with the exclusions of earlier runs; its own are newer."""
+    """The document with the exclusions of earlier runs; its own exclusions are newer."""
     hosts = {it.host for it in document.excluded}
     fresh = tuple(it for it in carried if it.host not in hosts)
     return replace(document, excluded=(*document.excluded, *fresh))
 
 
 def pruned(document: RoundDocument, records: Mapping[str, NodeRecord], now: float) -> RoundDocument:
-    """The document without what is over: exclusions, and most of the drained nodes."""
+    """The document without ended exclusions, and without most drained nodes that have ended."""
     drained = document.drained
     if len(drained) > _DRAINED_KEPT:
         old = drained[:-_DRAINED_KEPT]
@@ -122,7 +122,7 @@ def describe(exclusion: Exclusion, now: float, done: str = "excluded") -> str:
 
 
 def describe_held(document: RoundDocument, exclusion: Exclusion, now: float) -> str:
-    """The same; a quarantine of this document is called so."""
+    """As `describe`; calls a quarantine of this document by its name."""
     quarantine = exclusion in document.quarantined
     return describe(exclusion, now, "quarantined" if quarantine else "excluded")
 
@@ -141,7 +141,7 @@ def as_data(exclusion: Exclusion) -> dict[str, str | float | None]:
 
 
 def summary(document: RoundDocument, now: float) -> str:
-    """The exclusions that hold, for the sentence of a run; empty: there are none."""
+    """The exclusions in force, for the sentence of a run; empty: there are none."""
     found = [describe_held(document, it, now) for it in in_force(document, now).values()]
     more = len(found) - _SHOWN
     rest = [f"{more} more kept out"] if more > 0 else []

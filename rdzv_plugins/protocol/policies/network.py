@@ -1,7 +1,7 @@
 """Network: who exchanges data with whom, which links failed, and which node is at fault.
 
-While a round confirms, each node dials one other node, and all dial rank 0. A node finds out what
-failed, and its record says so with its confirmation; the leader decides by the records of all.
+While a round confirms, each node dials one other node, and all nodes dial rank 0. A node's record
+tells what failed together with its confirmation; the leader decides by the records of all nodes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rdzv_plugins.protocol.sizes import world_size
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-# Links that fail for the first time keep at most so many rounds in a row from running.
+# Links that fail for the first time keep at most this many rounds in a row from running.
 _MOST_ROUNDS = 4
-# A node that has failed with so many others is at fault.
+# A node that has failed with this many others is at fault.
 _SEVERAL = 2
 
-# A document keeps at most so many links, and nodes that are out.
+# A document keeps at most this many links, and nodes that are out.
 _LINKS_KEPT, _OUT_KEPT = 64, 32
 
-# A node that takes more than twice the median is slow, but not one that takes no time at all.
+# A node that takes more than _SLOW times the median, and more than _LEAST_SECONDS, is slow.
 _SLOW, _LEAST_SECONDS = 2.0, 0.05
 
 _SHOWN = 3
@@ -55,13 +55,13 @@ class Network(Policy):
         if document.phase is Phase.FORMING:
             if not document.faults.rounds:
                 return NOTHING
-            # A node that failed is tried again once a round has run, or where the others are few.
+            # Try a node that failed again once a round has run, or if too few others are there.
             well = {node for node in nodes if not at.records[node].suspect}
             if not world_size(well, at.records, at.sizes):
                 return NOTHING
         elif document.resize or not at.present:
             return NOTHING
-        # No running round is ended for it: it comes in when one forms anyway.
+        # No running round ends for a suspect node: it comes in when a round forms anyway.
         return {node: Reason() for node in nodes if at.records[node].suspect}
 
     def judge(self, view: View, at: Situation, moment: Moment) -> Again | None:
@@ -97,10 +97,10 @@ class Network(Policy):
 
 
 def partner_in(ranks: Mapping[str, int], me: str, round_: int) -> str | None:
-    """The node that a node dials: each one is dialled by one other, in the next round by another.
+    """The node that ``me`` dials. Each node is dialled by one other, in the next round by another.
 
     Args:
-        ranks: of those that are known: all, or in a large round those of one shard.
+        ranks: of the known nodes: all, or in a large round one shard.
     """
     ring = sorted(ranks, key=ranks.__getitem__)
     if me not in ranks or len(ring) < 2:
@@ -114,9 +114,9 @@ class Judgement:
     """The verdict on a round that all its participants have confirmed.
 
     Attributes:
-        runs: it may run; else another one is to form.
-        faults: what its document, or that of the next round, is to say.
-        failed: the links that failed in it.
+        runs: the round may run; False: another round forms.
+        faults: for the document of the running or the next round.
+        failed: the links that failed in the round.
     """
 
     runs: bool
@@ -127,18 +127,18 @@ class Judgement:
 def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rules) -> Judgement:
     """Whether the round may run, by what its participants have found.
 
-    It may not while a participant could not dial rank 0, or failed with several others; nor where
-    a link fails for the first time, since another pairing tells more about its two ends. A link
-    that fails once more, between nodes that are well otherwise, holds nobody up.
+    It may not run if a participant could not dial rank 0, or failed with several others; nor if a
+    link fails for the first time, because another pairing tells more about its two ends. A link
+    that fails again, between nodes that are well otherwise, does not delay the round.
     """
     was, first = document.faults, document.participants[0]
-    # By what they have found, not by this node's options: all may have set them but the leader.
+    # Use what they have found, not this node's options: all nodes but the leader may have set them.
     found = {node: it for node in document.participants if (it := records[node].found)}
     failed = [(node, it.partner) for node, it in found.items() if it.why]
     cut = [(node, first) for node, it in found.items() if it.unreached]
     if not (failed or cut):
         return Judgement(True, still_not_to_host(was))
-    # Data that pass where the one dials tell nothing of where the other does.
+    # A link that works when one end dials may fail when the other end does.
     passed = {(node, it.partner) for node, it in found.items() if it.partner and not it.why}
     here = {*document.participants}
     known = [link for link in was.links if link not in passed and here.issuperset(link)]
@@ -164,14 +164,14 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
 def _not_to_host(
     document: RoundDocument, found: Mapping[str, Found], out: Mapping[str, object]
 ) -> tuple[str, ...]:
-    """The nodes not to be rank 0 of the next round, since others could not dial them."""
+    """The nodes that must not be rank 0 of the next round, because others could not dial them."""
     hosts, first = document.faults.not_to_host, document.participants[0]
     dialled = {node: it.unreached for node, it in found.items() if it.first and node not in out}
     blind = [node for node, why in dialled.items() if why]
     nobody = len(blind) == len(dialled)
     if not blind or first in out or (out and not nobody):
         return hosts
-    # A node that cannot dial this rank 0 cannot be dialled by it either, as a rule.
+    # A node that cannot dial this rank 0 can usually not be dialled by it either.
     hosts = tuple(dict.fromkeys((*hosts, first, *(() if nobody else blind))))
     if {*document.participants} <= {*hosts}:
         hosts = (first,)  # Each has had its turn.
@@ -179,7 +179,7 @@ def _not_to_host(
 
 
 def still_not_to_host(faults: Faults) -> Faults:
-    """The faults of a round that runs, for the next one."""
+    """The faults of a running round that count for the next one."""
     return Faults(not_to_host=faults.not_to_host) if faults.not_to_host else NO_FAULTS
 
 
@@ -192,14 +192,14 @@ def _at_fault(
 ) -> dict[str, list[str]]:
     """The nodes that failed with several others, and with which: the fewest nodes that explain all.
 
-    A rank 0 that cannot be dialled may be well otherwise: that counts against who dialled. Where
-    two that failed with each other failed with as many, each may be the one that is well; the next
-    pairing tells, and by then somebody has to be at fault.
+    A rank 0 that cannot be dialled may be well otherwise, so that counts only against the node that
+    dialled. If both ends of a link failed with equally many others, either may be well: the next
+    pairing tells, and after that pairing a node is named anyway.
 
     Args:
-        links: nodes that could not exchange data, each with whom it had dialled.
-        blind: nodes that could not dial rank 0, each with who that was.
-        now: the nodes for which something failed in this round.
+        links: pairs of nodes that could not exchange data.
+        blind: pairs (a node, the rank 0 that it could not dial).
+        now: nodes for which something failed in this round.
         sure: another pairing has been tried.
     """
     out: dict[str, list[str]] = {}
@@ -232,7 +232,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def pause(faults: Faults, rules: Rules) -> float:
-    """Seconds before the next round after one that must not run: what failed may fail at once."""
+    """Seconds before the next round after one that must not run: it may fail at once too."""
     if faults.rounds < 2:
         return 0.0
     return min(rules.interval * 2.0 ** min(faults.rounds - 2, _MOST_DOUBLINGS), rules.lease)
@@ -241,9 +241,9 @@ def pause(faults: Faults, rules: Rules) -> float:
 def able_to_host(
     document: RoundDocument, records: Mapping[str, NodeRecord], chosen: Collection[str]
 ) -> Mapping[str, NodeRecord]:
-    """The records by which ranks are given: who could not be dialled as rank 0 is not to be it.
+    """The records for giving ranks: a node that could not be dialled as rank 0 does not host.
 
-    Where nobody else could open a TCPStore, those try again.
+    If no other node could open a TCPStore, these nodes try again.
     """
     if not document.faults.not_to_host:
         return records
@@ -275,7 +275,7 @@ def told(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
 
 
 def remark(document: RoundDocument, records: Mapping[str, NodeRecord], runs: bool) -> str:
-    """Which links failed in a round, each against which endpoint, and what to do."""
+    """Which links failed in a round, each with its endpoint, and what to do."""
     found = [(records[node].label, it) for node, it in _findings(document, records)]
     said = [text for label, it in found for text in _failures(label, it)]
     what = "runs all the same" if runs else "does not run"
@@ -317,7 +317,7 @@ def slow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
 def _findings(
     document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> list[tuple[str, Found]]:
-    """The findings of participants in this round, as far as their records are known."""
+    """The findings of this round's participants, as far as their records are known."""
     return [
         (node, record.found)
         for node in document.participants

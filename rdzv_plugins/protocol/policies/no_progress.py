@@ -1,4 +1,4 @@
-"""No progress: a run is closed whose rounds end again and again before they have run for long."""
+"""No progress: close a run if round after round ends after a short time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class NoProgress(Policy):
         if cause.drained or cause.excluded or at.document.restart:
             return after  # Orders of people count neither against the run nor for it.
         short = view.longest_uptime < view.rules.no_progress_uptime
-        # A round that ended for newcomers alone does not count either.
         only_grows = cause == Cause(joined=cause.joined)
         count = after.short_rounds + (not only_grows) if short else 0
         return replace(after, short_rounds=count)

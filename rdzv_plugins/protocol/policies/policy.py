@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Why a policy keeps a node out of a round, or has a round wait.
+    """Why a policy keeps a node out of a round, or makes a round wait.
 
     Attributes:
         why: for people; empty: no sentence tells of it.
-        seconds: until it ends by itself; None: when something else changes.
+        seconds: until it ends by itself; None: it ends when something else changes.
         limit: what ends then, as in `words.Diagnosis`.
-        cause: the field of `documents.Cause` that names the nodes which it took out of a round.
+        cause: the field of `documents.Cause` that names the nodes kept out for this reason.
     """
 
     why: str = ""
@@ -32,15 +32,15 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 NOTHING: Mapping[str, Reason] = {}
-"""The answer of a policy that keeps nobody out."""
+"""The answer of a policy that keeps no node out."""
 
 
 class Again(msgspec.Struct, frozen=True):
-    """The verdict that a confirmed round must not run, and that another one is to form.
+    """The verdict that a confirmed round must not run, and that another round forms.
 
     Attributes:
         document: the round, with what the policy has found.
-        seconds: the age of the document at which the other one may form.
+        seconds: the age of the document at which the other round may form.
     """
 
     document: RoundDocument
@@ -51,30 +51,30 @@ class Moment(Enum):
     """When a leader asks a policy for its verdict."""
 
     BEFORE_ALL = auto()
-    """It has all records, and has decided nothing yet; in any phase."""
+    """In any phase: the leader has all records, and has decided nothing yet."""
     TOO_FEW = auto()
-    """A round forms, the nodes that are ready are too few, and nobody of the last is awaited."""
+    """A round forms, too few nodes are ready, and no node of the last round is awaited."""
     NAMES = auto()
-    """It would give ranks now."""
+    """The leader would give ranks now."""
     RUNS = auto()
-    """All participants have confirmed their rank: it would let the round run now."""
+    """All participants have confirmed their rank: the leader would let the round run now."""
 
 
 class Policy:
-    """A policy answers what it has an opinion on; each answer here is to have none.
+    """A policy overrides the questions that it has an opinion on; the answers here are no opinion.
 
-    The leader asks, by the `situation.Situation` of the run; only `delays` and `leave` are asked by
-    every node, which knows the document and its own record. All must be pure, and cheap where the
-    option of the policy is not set: a leader of 10,000 nodes asks at each decision.
+    The leader asks, with the `situation.Situation` of the run. Every node asks `delays` and
+    `leave`, with the document and its own record. All answers must be pure functions, and cheap
+    unless the option of the policy is set: a leader of 10,000 nodes asks at each decision.
     """
 
     def keep_out(
         self, document: RoundDocument, records: Mapping[str, NodeRecord], now: float
     ) -> Mapping[str, Reason]:
-        """The nodes that no round may have. A round that has one ends, and nobody waits for it.
+        """Nodes that no round may name. A round that names one ends, and nobody waits for the node.
 
         Args:
-            now: the time on the wall clock of who asks, in seconds since the epoch.
+            now: seconds since the epoch, on the wall clock of the caller.
         """
         return NOTHING
 
@@ -82,36 +82,39 @@ class Policy:
         """Which of these nodes the next round does not take, and why. They wait.
 
         Args:
-            nodes: the live nodes that ask for the round which forms, or that wait while one runs.
+            nodes: live nodes that ask for the forming round, or that wait while a round runs.
         """
         return NOTHING
 
     def choose(self, at: Situation, nodes: Sequence[str]) -> Sequence[str]:
-        """The participants, of the nodes that are ready or that the policy before it has chosen.
+        """The participants, in rank order, out of ready nodes or nodes that an earlier policy
+        chose.
 
-        As many as `Situation.size` in the end, in rank order. Asked once, when ranks are given.
+        The last policy leaves `Situation.size` nodes. Asked once, when ranks are given.
         """
         return nodes
 
     def hold(self, view: View, at: Situation) -> Reason | None:
-        """Why nodes that wait do not come in yet, or why a round that has enough waits for more."""
+        """Why waiting nodes do not come in yet, or why a round that has enough nodes waits for
+        more.
+        """
         return None
 
     def judge(self, view: View, at: Situation, moment: Moment) -> Action | Again | None:
-        """The action that is to be done first; or, when a round would run, that it must not."""
+        """The action to do first; or `Again` if a round that would run must not."""
         return None
 
     def note(self, view: View, at: Situation, after: RoundDocument) -> RoundDocument:
-        """The document to write instead of ``after``: with what the policy keeps in it."""
+        """The document to write instead of ``after``, with what the policy keeps in it."""
         return after
 
     def delays(self, view: View, document: RoundDocument) -> bool:
         """Whether this node, which came while a round runs, may wait for longer than a last call.
 
-        It is a spare then, and its join has no limit of time while that round runs.
+        The node is then a spare, and its join does not time out while that round runs.
         """
         return False
 
     def leave(self, view: View, document: RoundDocument) -> Failure | None:
-        """Why this node, which asks for a round, is to give up."""
+        """Why this node, which asks for a round, gives up; None: it does not."""
         return None

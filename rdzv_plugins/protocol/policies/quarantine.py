@@ -24,19 +24,20 @@ from rdzv_plugins.protocol.sizes import Sizes, world_size
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-# The first quarantine of a host is this share of the window, each further one twice as long.
+# The share of the window that a host's first quarantine lasts; each further one lasts twice as
+# long.
 _FIRST_SHARE = 0.1
 _MOST_DOUBLINGS = 10
 
-# Losses within the window where quarantine_after is not set: one or two cost a host nothing.
+# Losses within the window where quarantine_after is not set: fewer cost a host nothing.
 _BY_DEFAULT = 3
 
-# A document keeps the strikes of so many hosts, the last ones.
+# A document keeps the strikes of this many hosts, the last ones.
 _HOSTS_KEPT = 32
 
 
 class Quarantine(Policy):
-    """Rule: quarantine. `kept_out.KeptOut` keeps out the hosts that it puts into the document."""
+    """Rule: quarantine. `KeptOut` keeps out the hosts that this policy puts into the document."""
 
     def judge(self, view: View, at: Situation, moment: Moment) -> Write | None:
         if moment is not Moment.TOO_FEW:
@@ -49,7 +50,7 @@ class Quarantine(Policy):
         if was is Phase.CONFIRMING and after.phase is Phase.RUNNING:
             return counted(after, rules, view.wall)
         if was is Phase.FORMING and after.phase is Phase.CONFIRMING:
-            # Decide again without the nodes of a host that is to be in quarantine.
+            # Decide again without the nodes of a newly quarantined host.
             judged = quarantined(at.document, after.cause, at.records, at.ready, rules, view.wall)
             return after if judged == at.document else judged
         return after
@@ -58,12 +59,12 @@ class Quarantine(Policy):
 def blamed(cause: Cause, rules: Rules) -> list[str]:
     """The hosts because of which a round ended early.
 
-    These are the hosts of lost nodes, and of nodes that failed and left; else the host whose
-    workers failed. Where the workers of several hosts failed, one failure may have caused the
-    others, and nobody is blamed. Nobody is blamed either where the round was ended for another
-    reason, such as a newcomer: workers fail as their peers stop for it. Where ``quarantine_after``
-    is not set, nobody is blamed for workers that failed and start again: ``--max-restarts`` limits
-    that.
+    These are the hosts of lost nodes, and of nodes that failed and left; otherwise the host whose
+    workers failed. If the workers of several hosts failed, one failure may have caused the others,
+    and no host is blamed. No host is blamed for failed workers either if the round ended for
+    another reason, such as a newcomer, because workers fail when their peers stop. If
+    ``quarantine_after`` is not set, no host is blamed for workers that failed and start again,
+    because ``--max-restarts`` limits that.
     """
     gave_up = tuple(label for label in cause.left.first if label in cause.failed)
     if to_blame := _hosts(Names((*cause.lost.first, *gave_up))):
@@ -76,13 +77,13 @@ def blamed(cause: Cause, rules: Rules) -> list[str]:
 
 
 def _hosts(names: Names) -> list[str]:
-    # A node without a record goes by its id, which tells no host.
+    # A node without a record is named by its id, which tells no host.
     hosts = (label.rpartition("[")[0] for label in names.first)
     return list(dict.fromkeys(filter(None, hosts)))
 
 
 def counted(document: RoundDocument, rules: Rules, now: float) -> RoundDocument:
-    """A round that begins to run, with a strike for each host that ended the one before it."""
+    """A round that begins to run, with a strike for each host that ended the round before it."""
     if (most := _most(rules)) == 0:
         return document
     held = in_force(document, now)
@@ -103,12 +104,12 @@ def quarantined(
     rules: Rules,
     now: float,
 ) -> RoundDocument:
-    """The forming round with those hosts in quarantine that have ended too many rounds.
+    """The forming round with a quarantine for each host that has ended too many rounds.
 
-    Never so that fewer nodes than a round needs are left of those that are ready.
+    No quarantine leaves fewer ready nodes than a round needs.
 
     Args:
-        cause: why the round forms, as it is known now that it is about to be named.
+        cause: why the round forms, as it is about to be named.
     """
     if (most := _most(rules)) == 0:
         return document
@@ -143,13 +144,13 @@ def let_in(
     rules: Rules,
     now: float,
 ) -> RoundDocument | None:
-    """The forming round with hosts let in that it cannot do without; None: that would not help.
+    """The forming round with quarantined hosts let in that it needs; None: that would not help.
 
     The quarantine that would end first ends first.
 
     Args:
-        asks: live nodes that ask for the round; those that are kept out too.
-        ready: those of them that are not.
+        asks: live nodes that ask for the round, including nodes that are kept out.
+        ready: the nodes among them that are not kept out.
     """
     nodes, sizes, freed = [*ready], Sizes.of(rules), list[str]()
     barred = {it.host for it in document.excluded if it.is_in_force(now)}

@@ -35,8 +35,8 @@ def natural_key(record: NodeRecord) -> tuple[_Key, int]:
 
 
 def domain_key(domain: str | None) -> tuple[bool, tuple[tuple[_Key, str], ...]]:
-    """Sort key of a domain, level by level; who has none comes last."""
-    # The name besides its numbers: rack7 and rack07 are two.
+    """Sort key of a domain, level by level; no domain comes last."""
+    # The name too, because rack7 and rack07 are two domains.
     return domain is None, tuple((_natural(level), level) for level in (domain or "").split("/"))
 
 
@@ -46,7 +46,7 @@ def _natural(name: str) -> _Key:
 
 
 def _magnitude(digits: str) -> tuple[int, str]:
-    # Not int(): it refuses thousands of digits, and what stands in the store is not ours to trust.
+    # Not int(): it fails for thousands of digits, and the name comes from the store.
     significant = digits.lstrip("0")
     return len(significant), significant
 
@@ -61,10 +61,10 @@ def order_ranks(
     """The ids in rank order.
 
     Args:
-        chosen: ids of the participants-to-be; each has a record.
+        chosen: ids of the future participants; each has a record.
         previous: the last round's ids in their rank order.
-        places: for ``topology``, `old_places`.
         rank_order: ``natural``, ``stable``, ``hint`` or ``topology``, as in ``--rdzv-conf``.
+        places: for ``topology``, `old_places`.
     """
     natural = sorted(chosen, key=lambda node: (natural_key(records[node]), node))
     if rank_order == "stable":
@@ -84,9 +84,9 @@ def order_ranks(
 
 
 def _first(order: Sequence[str], records: Mapping[str, NodeRecord]) -> str | None:
-    """The first node that can open the TCPStore of the round where all others reach it.
+    """The first node that can open the round's TCPStore at an address that all others reach.
 
-    Where nobody is reached by all, the first that can open it; None: nobody can.
+    If all others reach none, the first node that can open it; None: no node can.
     """
     able = [node for node in order if records[node].hosts]
     lacking = {records[node].lacks for node in order}
@@ -95,7 +95,7 @@ def _first(order: Sequence[str], records: Mapping[str, NodeRecord]) -> str | Non
 
 
 def _version(address: str) -> int | None:
-    """That of an IP address; None: it is a name."""
+    """The version of an IP address; None: the address is a name."""
     try:
         return ip_address(address).version
     except ValueError:
@@ -105,7 +105,7 @@ def _version(address: str) -> int | None:
 def by_domain(
     nodes: Iterable[str], records: Mapping[str, NodeRecord]
 ) -> dict[str | None, list[str]]:
-    """The nodes of each domain, in the order in which they are given."""
+    """The nodes of each domain, in the given order."""
     found: dict[str | None, list[str]] = {}
     for node in nodes:
         found.setdefault(records[node].domain, []).append(node)
@@ -113,11 +113,11 @@ def by_domain(
 
 
 def old_places(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Mapping[str, float]:
-    """The place of each node in the round before the one that forms: its rank, or between two.
+    """The place of each node in the last round: its rank, or a number between two ranks.
 
-    The records tell it, also of nodes that are gone: theirs stay in the store until the next round
-    runs. Where the store has lost a node's record, only the order is known in which the run counts
-    on its nodes; where the last round never ran, that holds for all nodes.
+    The records tell the ranks, of gone nodes too: their records stay in the store until the next
+    round runs. If the store has lost a node's record, or the last round never ran, only the order
+    of the document's nodes is known.
     """
     known = {
         node: record.rank
@@ -134,7 +134,7 @@ def old_places(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Ma
 def _in_their_domains(
     natural: Sequence[str], records: Mapping[str, NodeRecord], places: Mapping[str, float]
 ) -> list[str]:
-    """Domain by domain; survivors where they were, newcomers in the places of who is gone."""
+    """Domain by domain: survivors in their places, newcomers in the places of gone nodes."""
     chosen = {*natural}
     gone = by_domain((node for node in places if node in records and node not in chosen), records)
     order: list[str] = []
@@ -151,7 +151,7 @@ def _in_their_domains(
 
 
 def _put_its_domain_first(node: str, order: list[str], records: Mapping[str, NodeRecord]) -> None:
-    """Each level of it before all others of that level, so that domains stay in one piece."""
+    """Put each level of the node's domain before the other domains of that level."""
     if node == order[0]:
         return
     levels = (records[node].domain or "").split("/")

@@ -1,6 +1,6 @@
-"""Selection: which of the nodes that are ready make the next round, in whole units and segments.
+"""Selection: which ready nodes make the next round, in whole units and segments.
 
-Nodes that are left over wait as spares. `sizes` says how many a round takes.
+Nodes that are left over wait as spares. `sizes` says how many nodes a round takes.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def choose(
 ) -> list[str]:
     """The participants of the next round, in no particular order.
 
-    Survivors come before newcomers. Where domains count, what is taken is whole segments: those
-    with the most survivors first, then those with replacements of nodes that their domain has
-    lost, then whole domains, the largest first.
+    Survivors come before newcomers. If domains matter, whole segments are taken: first those with
+    the most survivors, then those with replacements of nodes that their domain has lost, then whole
+    domains, the largest first.
 
     Args:
         document: the forming round.
-        survivors: nodes of the last round that are ready, in their old rank order.
-        newcomers: the others that are ready, in their natural order.
-        records: of all nodes; those that are gone may be among them.
+        survivors: ready nodes of the last round, in their old rank order.
+        newcomers: the other ready nodes, in their natural order.
+        records: of all nodes, including gone ones.
     """
     ready = [*survivors, *newcomers]
     size = world_size(ready, records, Sizes.of(rules))
@@ -79,7 +79,7 @@ def choose(
     wanted.sort()
     taken = [part for *_, part in wanted[:room]]
     begun = {records[part[0]].domain for part in taken}
-    # Whole domains first, those that are in the round already before all.
+    # Whole domains first; domains that are in the round already come before all.
     rest = sorted(
         fresh.items(), key=lambda it: (it[0] not in begun, -len(it[1]), domain_key(it[0]))
     )
