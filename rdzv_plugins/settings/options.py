@@ -110,7 +110,7 @@ class Settings:
     network_check: bool = option(False, of_run=True)
     """a round runs once its nodes, each with one other, have exchanged 4 MiB each way, and all have
     reached rank 0's MASTER_PORT; a node that fails with several others is left out; see
-    policies.md"""
+    node-checks.md"""
     links: bool = option(True)
     """neighbours in rank order keep connections to each other, at a port of master_port, so that
     the others go on about a second after a process was killed, and not after its lease; a node that
@@ -138,7 +138,7 @@ class Settings:
     they are not written"""
     check_command: str | None = option(None)
     """a program with arguments, run before this node joins: its status is 0, or the last line of
-    its output is the reason why the node does not join; see policies.md"""
+    its output is the reason why the node does not join; see node-checks.md"""
     checks: str | None = option(None)
     """more such checks, with a comma or + between: gpu (extra ``gpu``), disk, network, and entry
     points of the group rdzv_plugins.health"""
