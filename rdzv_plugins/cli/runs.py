@@ -289,25 +289,23 @@ def close(about: OneRun) -> None:
     with about.inspect_one(run_id, surely=True) as seen:
         client, archive = seen.client, seen.archive
         was, ttl = seen.condition, about.settings.sweep_after
-        data = {"order": "close", "run": run_id, "was": was.value}
-        if seen.document is None and was is not Condition.CLOSED:
-            if was is Condition.DEAD and archive.end_by_hand(f"{why}; nobody lived in it"):
-                said = f"closed run '{run_id}': nobody lives in it; its id is free"
-                tell(as_json, said, **data, free_in=0.0)
-                return
-            raise no_run(client, run_id)
+        data: dict[str, Any] = {"order": "close", "run": run_id, "was": was.value}
+        gone = seen.document is None
+        if gone and was is Condition.DEAD and archive.end_by_hand(f"{why}; nobody lived in it"):
+            said = f"closed run '{run_id}': nobody lives in it; its id is free"
+            tell(as_json, said, **data, free_in=0.0)
+            return
         if was is not Condition.CLOSED:
             work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close)
             # The line below tells it.
-            if not carry_out(client, archive, work, tell=lambda _: None):
+            if gone or not carry_out(client, archive, work, tell=lambda _: None):
                 raise no_run(client, run_id)
         if not stood:  # Also where another closed it meanwhile.
             seen.look()
             how = seen.document.reason if seen.document is not None else seen.sentence
             free_in, free = free_soon(seen)
-            data |= {"was": Condition.CLOSED.value}
-            line = f"run '{run_id}' was closed before: {how}{free}"
-            tell(as_json, line, **data, free_in=free_in)
+            data |= {"was": Condition.CLOSED.value, "free_in": free_in}
+            tell(as_json, f"run '{run_id}' was closed before: {how}{free}", **data)
             return
     now = ""
     if was is Condition.DEAD:
@@ -317,11 +315,8 @@ def close(about: OneRun) -> None:
     elif seen.is_sure:
         said = "the current round continues, no further round forms"
     else:
-        latest = seen.last_beat
-        said = (
-            "the current round continues if its nodes live"
-            f"{latest and f': the last heartbeat came at {latest}'}; no further round forms"
-        )
+        latest = seen.last_beat and f": the last heartbeat came at {seen.last_beat}"
+        said = f"the current round continues if its nodes live{latest}; no further round forms"
     line = f"closed run '{run_id}': {said}; its id is free in {ttl:g} s{now}"
     tell(as_json, line, **data, free_in=ttl)
 
