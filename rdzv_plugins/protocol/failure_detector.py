@@ -13,7 +13,7 @@ class Watched:
     Attributes:
         beat: as last seen; None: the node had no record.
         since: the start of the window of silence: when the beat was first seen, or when the
-            observer began to judge by it.
+            observer began to watch.
         looked: when the observer last looked.
         stale: not looked at since an outage: the next beat may have been written before the outage.
         forgiven: seconds of silence that do not count, see `FailureDetector.doubt`; 0: a lease of

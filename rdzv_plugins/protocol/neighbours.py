@@ -194,7 +194,7 @@ class Neighbours:
         Nobody waits for this: the round runs, or is held up.
         """
         confirmed, accused = self._seen.confirmed, dict(self._heartbeat.record.accuses)
-        links_for, held = self._links_for(), self._links
+        links_for, before = self._links_for(), self._links
         ring: tuple[str, ...] = ()
         if confirmed is not None:
             if links_for is None or links_for[0] == confirmed.world_id:
@@ -212,7 +212,7 @@ class Neighbours:
         self._endpoints = endpoints
         self._due_at, self._linked_for = math.inf, links_for or self._linked_for
         self._hear_others()
-        if self._links != held:
+        if self._links != before:
             yield from self._links
 
     def _endpoint(self, node: str) -> Effects[str | None]:

@@ -313,7 +313,7 @@ class Node:
     def news_for_others(self) -> HoldLinks | None:
         """What to say over links that was not said yet.
 
-        The driver says it even while a request goes on, because others judge by it.
+        The driver says it even while a request goes on, because others decide by it.
         """
         return self._neighbours.say(self._standing)
 

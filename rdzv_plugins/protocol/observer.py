@@ -544,7 +544,7 @@ class Observer:
         if document.leader == self._me:
             for digest, shards in apart(document, self._rules.inline)[1].items():
                 if not stored.keys() >= shards.keys():
-                    # The store has lost them. Participants and heirs still look for their ranks.
+                    # The store has lost them. Participants and successors look for their ranks.
                     yield from PutShards(shards)
                     self.stored = {**self.stored, digest: [*shards]}
         # Watch a missing roster like a node, so that outages and lags excuse it too.

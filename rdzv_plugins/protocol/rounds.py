@@ -157,9 +157,11 @@ def naming_participants(at: Situation) -> RoundDocument:
     failed = [records[node].label for node in survivors if records[node].failed]
     # `Situation.gone` includes nodes that had asked for this round and were lost since.
     cause = amended(document.cause, records, at.gone, at.gone_by).plus(failed=failed)
-    held = [records[node].label for node in survivors if node not in taken]
-    if held or cause.held:  # Also of rounds since the last one that ran.
-        cause = replace(cause, held=cause.held.without(set(labels(records, chosen))).plus(held))
+    left_over = [records[node].label for node in survivors if node not in taken]
+    if left_over or cause.held:  # Also of rounds since the last one that ran.
+        cause = replace(
+            cause, held=cause.held.without(set(labels(records, chosen))).plus(left_over)
+        )
     if document.round > 0:
         # The cause names every node that waited when the last round ended; some of them stay
         # spares.

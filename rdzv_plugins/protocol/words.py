@@ -22,8 +22,8 @@ from rdzv_plugins.protocol.documents import (
     labels,
 )
 from rdzv_plugins.protocol.policies.growth import GROWTH
-from rdzv_plugins.protocol.policies.kept_out import describe_held, exclusion_of, summary
-from rdzv_plugins.protocol.policies.network import judge, own_findings, remark, slow, told
+from rdzv_plugins.protocol.policies.kept_out import describe_in_force, exclusion_of, summary
+from rdzv_plugins.protocol.policies.network import own_findings, remark, slow, told, verdict_on
 from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.situation import (
@@ -535,7 +535,7 @@ def _of_orders(view: View, document: RoundDocument) -> Iterator[Remark]:
         text = "this node was drained: the others go on without it, its agent ends with status 0"
         yield "drained", document.incarnation, text
     elif exclusion is not None:
-        text = f"{describe_held(document, exclusion, view.wall)}; this node waits meanwhile"
+        text = f"{describe_in_force(document, exclusion, view.wall)}; this node waits meanwhile"
         yield "excluded", (document.incarnation, exclusion), text
 
 
@@ -567,10 +567,10 @@ def _of_the_network(view: View, document: RoundDocument) -> Iterator[Remark]:
 
 
 def _of_a_leader(view: View, document: RoundDocument) -> Iterator[Remark]:
-    for held in document.quarantined:
-        told = describe_held(document, held, view.wall)
+    for exclusion in document.quarantined:
+        told = describe_in_force(document, exclusion, view.wall)
         text = f"{told}; rdzv include ends it, and quarantine_after=0 turns quarantine off"
-        yield "quarantine", (document.incarnation, held), text
+        yield "quarantine", (document.incarnation, exclusion), text
     rules = view.rules
     for record in (view.records or {}).values():
         if record.is_unfit and record.label != view.record.label:
@@ -608,7 +608,7 @@ def _remarks_on_the_network(view: View, document: RoundDocument) -> Iterator[Rem
     records = {**(view.records or {}), view.me: view.record}
     runs = document.phase is Phase.RUNNING
     if document.phase is Phase.CONFIRMING and not unconfirmed(document, records):
-        if not judge(document, records, view.rules).runs:
+        if not verdict_on(document, records, view.rules).runs:
             yield "network", this_round, remark(document, records, runs=False)
     elif runs and document.faults.links:
         yield "network", this_round, remark(document, records, runs=True)

@@ -69,7 +69,7 @@ from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.parting import Service
 from rdzv_plugins.protocol.policies import growth, kept_out, network, quarantine, ranks, selection
 from rdzv_plugins.protocol.policies.kept_out import KeptOut
-from rdzv_plugins.protocol.policies.network import Judgement, still_not_to_host
+from rdzv_plugins.protocol.policies.network import Verdict, still_not_to_host
 from rdzv_plugins.protocol.policies.no_progress import NoProgress
 from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.record_cache import RecordCache
@@ -575,7 +575,7 @@ def spares_disturb(patch: Patch) -> None:
 
 @_mutant("spares: a waiting node is not admitted although there is room", seed=7)
 def newcomers_wait(patch: Patch) -> None:
-    patch(growth, "hold", lambda *_, **__: Reason("grow=never"))
+    patch(growth, "why_not_grow", lambda *_, **__: Reason("grow=never"))
 
 
 @_mutant("loss: the loss of a participant does not restart the round", seed=331)
@@ -1729,8 +1729,8 @@ def no_rest(patch: Patch) -> None:
 def links_ignored(patch: Patch) -> None:
     patch(
         network,
-        "judge",
-        lambda _, document, *of: Judgement(True, still_not_to_host(document.faults)),
+        "verdict_on",
+        lambda _, document, *of: Verdict(True, still_not_to_host(document.faults)),
     )
 
 
@@ -1763,14 +1763,14 @@ def rank_0_for_ever(patch: Patch) -> None:
     focus=_parted("bad link"),
 )
 def one_failure_is_enough(patch: Patch) -> None:
-    def judge(original: Any, *of: Any) -> Judgement:
-        judged: Judgement = original(*of)
-        if not judged.failed or judged.faults.out:
-            return judged
-        out = ((judged.failed[0][0], "network: no data passed"),)
-        return Judgement(False, replace(judged.faults, out=out), judged.failed)
+    def verdict_on(original: Any, *of: Any) -> Verdict:
+        verdict: Verdict = original(*of)
+        if not verdict.failed or verdict.faults.out:
+            return verdict
+        out = ((verdict.failed[0][0], "network: no data passed"),)
+        return Verdict(False, replace(verdict.faults, out=out), verdict.failed)
 
-    patch(network, "judge", judge)
+    patch(network, "verdict_on", verdict_on)
 
 
 @_mutant(
@@ -1779,13 +1779,13 @@ def one_failure_is_enough(patch: Patch) -> None:
     focus=_parted("cut off", "unreachable"),
 )
 def nobody_at_fault(patch: Patch) -> None:
-    def judge(original: Any, *of: Any) -> Judgement:
-        judged: Judgement = original(*of)
-        if not judged.faults.out:
-            return judged
-        return Judgement(True, replace(judged.faults, out=(), rounds=0), judged.failed)
+    def verdict_on(original: Any, *of: Any) -> Verdict:
+        verdict: Verdict = original(*of)
+        if not verdict.faults.out:
+            return verdict
+        return Verdict(True, replace(verdict.faults, out=(), rounds=0), verdict.failed)
 
-    patch(network, "judge", judge)
+    patch(network, "verdict_on", verdict_on)
 
 
 @_mutant("network_check: the next round pairs the same nodes", seed=10, focus=_parted("bad link"))
@@ -1799,14 +1799,14 @@ def always_the_same_partner(patch: Patch) -> None:
     focus=_parted("unreachable", nodes=3, min_nodes=3, max_nodes=3),
 )
 def one_way_speaks_for_both(patch: Patch) -> None:
-    def judge(original: Any, document: RoundDocument, records: Any, rules: Rules) -> Any:
+    def verdict_on(original: Any, document: RoundDocument, records: Any, rules: Rules) -> Any:
         found = {node: records[node].found for node in document.participants}
         passed = {(it.partner, node) for node, it in found.items() if it and not it.why}
         kept = tuple(link for link in document.faults.links if link not in passed)
         faults = replace(document.faults, links=kept)
         return original(replace(document, faults=faults), records, rules)
 
-    patch(network, "judge", judge)
+    patch(network, "verdict_on", verdict_on)
 
 
 @_mutant(
@@ -1861,14 +1861,14 @@ def tries_the_cut_off_at_once(patch: Patch) -> None:
     focus=_parted("bad link", "bad link", nodes=4, min_nodes=3, one_stays_bad=True),
 )
 def one_bad_link_for_ever(patch: Patch) -> None:
-    def judge(original: Any, document: RoundDocument, *of: Any) -> Judgement:
-        judged: Judgement = original(document, *of)
-        if not (judged.runs and judged.failed):
-            return judged
-        faults = replace(judged.faults, rounds=document.faults.rounds + 1)
-        return Judgement(False, faults, judged.failed)
+    def verdict_on(original: Any, document: RoundDocument, *of: Any) -> Verdict:
+        verdict: Verdict = original(document, *of)
+        if not (verdict.runs and verdict.failed):
+            return verdict
+        faults = replace(verdict.faults, rounds=document.faults.rounds + 1)
+        return Verdict(False, faults, verdict.failed)
 
-    patch(network, "judge", judge)
+    patch(network, "verdict_on", verdict_on)
 
 
 @_mutant(
@@ -2048,7 +2048,9 @@ def token_by_the_count(patch: Patch) -> None:
 def _holds_under(patch: Patch, **rules: Any) -> None:
     """Hold newcomers under other settings."""
     patch(
-        growth, "hold", lambda hold, view, *of, **named: hold(_under(view, **rules), *of, **named)
+        growth,
+        "why_not_grow",
+        lambda asked, view, *of, **named: asked(_under(view, **rules), *of, **named),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import Cause, Names, Outcome, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.policies import noted
-from rdzv_plugins.protocol.policies.growth import hold, last_call
+from rdzv_plugins.protocol.policies.growth import last_call, why_not_grow
 from rdzv_plugins.protocol.rounds import next_round
 from rdzv_plugins.protocol.rules import Close, Rules, View
 from rdzv_plugins.protocol.situation import assess
@@ -153,10 +153,10 @@ class TestTheLastCall:
 
     def test_it_runs_while_the_round_trains(self) -> None:
         here = leads(newcomers=1)
-        held = hold(here, newcomers=1, room=2, permitted=False)
+        held = why_not_grow(here, newcomers=1, room=2, permitted=False)
         assert held is not None
         assert held.seconds == 5.0
-        assert hold(here, newcomers=2, room=2, permitted=False) is None
+        assert why_not_grow(here, newcomers=2, room=2, permitted=False) is None
 
 
 class TestProgress:

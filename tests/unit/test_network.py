@@ -6,7 +6,7 @@ import pytest
 
 from rdzv_plugins.protocol.documents import Faults, Found, NodeRecord, Phase, RoundDocument
 from rdzv_plugins.protocol.policies import network
-from rdzv_plugins.protocol.policies.network import Judgement, judge, partner_in, pause, slow
+from rdzv_plugins.protocol.policies.network import Verdict, partner_in, pause, slow, verdict_on
 from tests import replace
 
 from .views import RULES, document, running
@@ -44,9 +44,9 @@ def records_of(
     return found
 
 
-def after(of: RoundDocument, judged: Judgement) -> RoundDocument:
+def after(of: RoundDocument, verdict: Verdict) -> RoundDocument:
     """The next round of the same nodes."""
-    return replace(of, round=of.round + 1, faults=replace(judged.faults, out=()))
+    return replace(of, round=of.round + 1, faults=replace(verdict.faults, out=()))
 
 
 class TestPairs:
@@ -71,106 +71,106 @@ class TestPairs:
         assert [partner_in(ranks, node, 0) for node in "abc"] == ["b", "c", "a"]
 
 
-class TestJudgement:
+class TestTheVerdict:
     def test_a_round_runs_where_all_passed(self) -> None:
         of = a_round(4, Faults(links=(("n0", "n1"),), rounds=2))
-        assert judge(of, records_of(of), CHECKS) == Judgement(True, Faults())
+        assert verdict_on(of, records_of(of), CHECKS) == Verdict(True, Faults())
 
     def test_without_the_option_nobody_is_judged(self) -> None:
         of = a_round(3)
-        judged = judge(of, {node: running(node, of) for node in of.participants}, RULES)
-        assert judged == Judgement(True, Faults())
-        assert b"faults" not in replace(of, faults=judged.faults).encode()
+        verdict = verdict_on(of, {node: running(node, of) for node in of.participants}, RULES)
+        assert verdict == Verdict(True, Faults())
+        assert b"faults" not in replace(of, faults=verdict.faults).encode()
 
     def test_a_leader_without_the_option_judges_by_what_the_others_found(self) -> None:
         of = a_round(4)
         found = records_of(of, cut="n2")
         found["n0"] = replace(found["n0"], found=None)
-        assert not judge(of, found, RULES).runs
-        assert judge(of, found, RULES) == judge(of, found, CHECKS)
+        assert not verdict_on(of, found, RULES).runs
+        assert verdict_on(of, found, RULES) == verdict_on(of, found, CHECKS)
 
     def test_who_cannot_be_dialled_as_rank_0_is_known_as_long_as_the_run(self) -> None:
         of = a_round(3, Faults(not_to_host=("n2",), rounds=1))
-        judged = judge(of, records_of(of), CHECKS)
-        assert judged == Judgement(True, Faults(not_to_host=("n2",)))
+        verdict = verdict_on(of, records_of(of), CHECKS)
+        assert verdict == Verdict(True, Faults(not_to_host=("n2",)))
 
     def test_who_has_no_such_option_counts_as_passed(self) -> None:
         of = a_round(3)
         found = {node: replace(it, found=None) for node, it in records_of(of).items()}
-        assert judge(of, found, CHECKS).runs
+        assert verdict_on(of, found, CHECKS).runs
 
     def test_one_that_is_cut_off_is_out_at_once(self) -> None:
         for size in (3, 5, 8):
             of = a_round(size)
             for cut in of.participants:
-                judged = judge(of, records_of(of, cut=cut), CHECKS)
-                assert not judged.runs
-                assert [node for node, _ in judged.faults.out] == [cut], (size, cut)
-                assert judged.faults.not_to_host == ()
-                assert [judged.faults.links, judged.faults.blind] == [(), ()]
-        assert judged.faults.why_out("n7").startswith("network: no data passed between this node ")
+                verdict = verdict_on(of, records_of(of, cut=cut), CHECKS)
+                assert not verdict.runs
+                assert [node for node, _ in verdict.faults.out] == [cut], (size, cut)
+                assert verdict.faults.not_to_host == ()
+                assert [verdict.faults.links, verdict.faults.blind] == [(), ()]
+        assert verdict.faults.why_out("n7").startswith("network: no data passed between this node ")
 
     def test_one_that_nobody_can_dial_is_out_after_two_rounds(self) -> None:
         of = a_round(5)
-        judged = judge(of, records_of(of, blind="n3"), CHECKS)
-        assert (judged.runs, judged.faults.out, len(judged.faults.links)) == (False, (), 1)
-        of = after(of, judged)
-        judged = judge(of, records_of(of, blind="n3"), CHECKS)
-        assert [node for node, _ in judged.faults.out] == ["n3"]
+        verdict = verdict_on(of, records_of(of, blind="n3"), CHECKS)
+        assert (verdict.runs, verdict.faults.out, len(verdict.faults.links)) == (False, (), 1)
+        of = after(of, verdict)
+        verdict = verdict_on(of, records_of(of, blind="n3"), CHECKS)
+        assert [node for node, _ in verdict.faults.out] == ["n3"]
 
     @pytest.mark.parametrize("size", [3, 4, 5])
     def test_that_its_own_dials_pass_does_not_speak_for_it(self, size: int) -> None:
         of = a_round(size)
         for _ in range(size):
-            judged = judge(of, records_of(of, blind=f"n{size - 1}"), CHECKS)
-            if judged.faults.out:
+            verdict = verdict_on(of, records_of(of, blind=f"n{size - 1}"), CHECKS)
+            if verdict.faults.out:
                 break
-            of = after(of, judged)
-        assert [node for node, _ in judged.faults.out] == [f"n{size - 1}"]
+            of = after(of, verdict)
+        assert [node for node, _ in verdict.faults.out] == [f"n{size - 1}"]
         assert of.round <= 5
 
     def test_one_bad_link_costs_a_round_and_then_holds_nobody_up(self) -> None:
         """Also where the pairing meets it again."""
         of = a_round(3)
-        judged = judge(of, records_of(of, ("n1", "n2")), CHECKS)
-        assert (judged.runs, judged.faults.out) == (False, ())
-        of = after(of, judged)
-        judged = judge(of, records_of(of, ("n1", "n2")), CHECKS)
+        verdict = verdict_on(of, records_of(of, ("n1", "n2")), CHECKS)
+        assert (verdict.runs, verdict.faults.out) == (False, ())
+        of = after(of, verdict)
+        verdict = verdict_on(of, records_of(of, ("n1", "n2")), CHECKS)
         # Now the other one has dialled.
-        assert (judged.runs, judged.faults.out) == (False, ())
-        of = after(of, judged)
-        judged = judge(of, records_of(of, ("n1", "n2")), CHECKS)
-        assert (judged.runs, len(judged.failed)) == (True, 1)
-        assert judged.faults == Faults(links=judged.failed)
+        assert (verdict.runs, verdict.faults.out) == (False, ())
+        of = after(of, verdict)
+        verdict = verdict_on(of, records_of(of, ("n1", "n2")), CHECKS)
+        assert (verdict.runs, len(verdict.failed)) == (True, 1)
+        assert verdict.faults == Faults(links=verdict.failed)
 
     def test_a_link_that_is_well_again_is_forgotten(self) -> None:
         of = a_round(3, Faults(links=(("n1", "n2"),), rounds=1))
-        judged = judge(of, records_of(of, ("n0", "n1")), CHECKS)
-        assert (judged.runs, judged.faults.links) == (False, (("n0", "n1"),))
+        verdict = verdict_on(of, records_of(of, ("n0", "n1")), CHECKS)
+        assert (verdict.runs, verdict.faults.links) == (False, (("n0", "n1"),))
 
     def test_new_links_that_fail_in_each_round_do_not_hold_it_up_for_ever(self) -> None:
         for rounds, runs in ((network._MOST_ROUNDS - 1, False), (network._MOST_ROUNDS, True)):
             of = a_round(9, Faults(links=(("n7", "n8"),), rounds=rounds))
             partner = str(partner_in(of.ranks, "n5", of.round))
-            assert judge(of, records_of(of, ("n5", partner)), CHECKS).runs is runs
+            assert verdict_on(of, records_of(of, ("n5", partner)), CHECKS).runs is runs
 
     def test_two_that_are_cut_off_are_told_from_the_one_between_them(self) -> None:
         of = a_round(8, round_=0)
         bad = [(cut, other) for cut in ("n2", "n4") for other in of.participants if other != cut]
-        judged = judge(of, records_of(of, *bad), CHECKS)
-        assert not judged.runs
-        of = after(of, judged)
-        if not judged.faults.out:
-            judged = judge(of, records_of(of, *bad), CHECKS)
-        assert sorted(node for node, _ in judged.faults.out) == ["n2", "n4"]
+        verdict = verdict_on(of, records_of(of, *bad), CHECKS)
+        assert not verdict.runs
+        of = after(of, verdict)
+        if not verdict.faults.out:
+            verdict = verdict_on(of, records_of(of, *bad), CHECKS)
+        assert sorted(node for node, _ in verdict.faults.out) == ["n2", "n4"]
 
     def test_where_each_may_be_at_fault_the_next_pairing_tells(self) -> None:
         of = a_round(3)
         bad = ("n0", "n1"), ("n1", "n2"), ("n0", "n2")
-        judged = judge(of, records_of(of, *bad), CHECKS)
-        assert (judged.runs, judged.faults.out) == (False, ())
-        of = after(of, judged)
-        assert len(judge(of, records_of(of, *bad), CHECKS).faults.out) == 1
+        verdict = verdict_on(of, records_of(of, *bad), CHECKS)
+        assert (verdict.runs, verdict.faults.out) == (False, ())
+        of = after(of, verdict)
+        assert len(verdict_on(of, records_of(of, *bad), CHECKS).faults.out) == 1
 
     def test_one_that_was_at_fault_before_may_have_one_bad_link(self) -> None:
         """Else a round that needs it never runs."""
@@ -178,9 +178,9 @@ class TestJudgement:
         while len(runs) < 3:
             found = records_of(of, ("n1", "n2"))
             found["n1"] = replace(found["n1"], suspect=True)
-            judged = judge(of, found, CHECKS)
-            runs.append(judged.runs)
-            of = after(of, judged)
+            verdict = verdict_on(of, found, CHECKS)
+            runs.append(verdict.runs)
+            of = after(of, verdict)
         assert runs == [False, False, True]
 
 
@@ -195,39 +195,39 @@ class TestRankZero:
 
     def test_one_that_nobody_reaches_gives_its_place_up(self) -> None:
         of = a_round(2)
-        judged = judge(of, self.hidden(of, "n1"), CHECKS)
-        assert (judged.runs, judged.faults.not_to_host) == (False, ("n0",))
+        verdict = verdict_on(of, self.hidden(of, "n1"), CHECKS)
+        assert (verdict.runs, verdict.faults.not_to_host) == (False, ("n0",))
         found = records_of(of)
-        able = network.able_to_host(after(of, judged), found, of.participants)
+        able = network.able_to_host(after(of, verdict), found, of.participants)
         assert [able[node].hosts for node in of.participants] == [False, True]
         # The other one could not open a TCPStore before; now it is to try again.
         found["n1"] = replace(found["n1"], hosts=False)
-        able = network.able_to_host(after(of, judged), found, of.participants)
+        able = network.able_to_host(after(of, verdict), found, of.participants)
         assert [able[node].hosts for node in of.participants] == [False, True]
 
     def test_one_that_some_cannot_dial_gives_way_to_one_that_all_may(self) -> None:
         of = a_round(4)
-        judged = judge(of, self.hidden(of, "n2"), CHECKS)
-        assert (judged.runs, judged.faults.not_to_host) == (False, ("n0", "n2"))
+        verdict = verdict_on(of, self.hidden(of, "n2"), CHECKS)
+        assert (verdict.runs, verdict.faults.not_to_host) == (False, ("n0", "n2"))
 
     def test_one_that_nobody_reaches_is_not_left_out_for_that(self) -> None:
         of = a_round(5)
-        judged = judge(of, self.hidden(of, "n1", "n2", "n3", "n4"), CHECKS)
-        assert (judged.faults.out, judged.faults.not_to_host) == ((), ("n0",))
+        verdict = verdict_on(of, self.hidden(of, "n1", "n2", "n3", "n4"), CHECKS)
+        assert (verdict.faults.out, verdict.faults.not_to_host) == ((), ("n0",))
 
     def test_who_can_dial_no_rank_0_is_left_out(self) -> None:
         of = a_round(4, Faults(rounds=1, blind=(("n2", "n1"),), not_to_host=("n1", "n2")))
-        judged = judge(of, self.hidden(of, "n2"), CHECKS)
-        assert [node for node, _ in judged.faults.out] == ["n2"]
-        assert (judged.faults.not_to_host, judged.faults.blind) == (("n1", "n2"), ())
+        verdict = verdict_on(of, self.hidden(of, "n2"), CHECKS)
+        assert [node for node, _ in verdict.faults.out] == ["n2"]
+        assert (verdict.faults.not_to_host, verdict.faults.blind) == (("n1", "n2"), ())
 
     def test_it_never_runs_with_one_that_a_node_cannot_dial(self) -> None:
         of = a_round(4, Faults(links=(("n0", "n2"),), rounds=50))
-        assert not judge(of, self.hidden(of, "n2"), CHECKS).runs
+        assert not verdict_on(of, self.hidden(of, "n2"), CHECKS).runs
 
     def test_once_each_has_had_its_turn_they_begin_again(self) -> None:
         of = a_round(2, Faults(links=(("n0", "n1"),), rounds=1, not_to_host=("n1",)))
-        assert judge(of, self.hidden(of, "n1"), CHECKS).faults.not_to_host == ("n0",)
+        assert verdict_on(of, self.hidden(of, "n1"), CHECKS).faults.not_to_host == ("n0",)
 
 
 def test_what_fails_at_once_is_not_tried_without_a_pause() -> None:

@@ -22,14 +22,16 @@ class Growth(Policy):
         if at.document.phase is Phase.FORMING:
             left = last_call(view.rules, at.document, at.size) - (view.enough_for or 0.0)
             return Reason(seconds=left) if left > 0 else None
-        return hold(view, at.growth, at.room, at.may_grow, lost=len(at.missing))
+        return why_not_grow(view, at.growth, at.room, at.may_grow, lost=len(at.missing))
 
     def delays(self, view: View, document: RoundDocument) -> bool:
         rules = view.rules
         return rules.grow != "now" or rules.min_uptime > 0 or rules.resize_interval > 0
 
 
-def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) -> Reason | None:
+def why_not_grow(
+    view: View, newcomers: int, room: int, permitted: bool, lost: int = 0
+) -> Reason | None:
     """Why the round does not end for newcomers; None: it may end. Rule: growth.
 
     Args:
@@ -42,8 +44,8 @@ def hold(view: View, newcomers: int, room: int, permitted: bool, lost: int = 0) 
     rules, document = view.rules, view.document
     if document is not None and (document.resize or document.size <= lost):
         return None
-    held = rules.grow == "never" or (rules.grow == "checkpoint" and not permitted)
-    if held and not lost:
+    closed = rules.grow == "never" or (rules.grow == "checkpoint" and not permitted)
+    if closed and not lost:
         return Reason(f"grow={rules.grow}")
     limits = [
         (rules.min_uptime - view.uptime, "to min_uptime"),

@@ -72,9 +72,9 @@ def in_force(document: RoundDocument, now: float) -> dict[str, Exclusion]:
     return {it.host: it for it in both if it.is_in_force(now)}
 
 
-def without_hosts(held: Iterable[Exclusion], hosts: Collection[str]) -> tuple[Exclusion, ...]:
+def without_hosts(exclusions: Iterable[Exclusion], hosts: Collection[str]) -> tuple[Exclusion, ...]:
     """Exclusions or quarantines without those of these hosts."""
-    return tuple(it for it in held if it.host not in hosts)
+    return tuple(it for it in exclusions if it.host not in hosts)
 
 
 def exclusion_of(document: RoundDocument, host: str, now: float) -> Exclusion | None:
@@ -121,7 +121,7 @@ def describe(exclusion: Exclusion, now: float, done: str = "excluded") -> str:
     return f"{exclusion.host} {done}{until}{why}"
 
 
-def describe_held(document: RoundDocument, exclusion: Exclusion, now: float) -> str:
+def describe_in_force(document: RoundDocument, exclusion: Exclusion, now: float) -> str:
     """As `describe`; calls a quarantine of this document by its name."""
     quarantine = exclusion in document.quarantined
     return describe(exclusion, now, "quarantined" if quarantine else "excluded")
@@ -132,7 +132,7 @@ def why_kept_out(document: RoundDocument, node: str, record: NodeRecord | None, 
     if node in document.drained:
         return "drained"
     exclusion = exclusion_of(document, record.address, now) if record is not None else None
-    return describe_held(document, exclusion, now) if exclusion is not None else ""
+    return describe_in_force(document, exclusion, now) if exclusion is not None else ""
 
 
 def as_data(exclusion: Exclusion) -> dict[str, str | float | None]:
@@ -142,7 +142,7 @@ def as_data(exclusion: Exclusion) -> dict[str, str | float | None]:
 
 def summary(document: RoundDocument, now: float) -> str:
     """The exclusions in force, for the sentence of a run; empty: there are none."""
-    found = [describe_held(document, it, now) for it in in_force(document, now).values()]
+    found = [describe_in_force(document, it, now) for it in in_force(document, now).values()]
     more = len(found) - _SHOWN
     rest = [f"{more} more kept out"] if more > 0 else []
     return "; ".join((*found[:_SHOWN], *rest))

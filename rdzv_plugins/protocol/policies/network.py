@@ -67,17 +67,17 @@ class Network(Policy):
     def judge(self, view: View, at: Situation, moment: Moment) -> Again | None:
         if moment is not Moment.RUNS:
             return None
-        judged = judge(at.document, at.records, view.rules)
-        if judged.runs:
+        verdict = verdict_on(at.document, at.records, view.rules)
+        if verdict.runs:
             return None
-        cause = naming_links(at.document.cause, judged.failed, at.records)
-        found = replace(at.document, cause=cause, faults=judged.faults)
-        return Again(found, pause(judged.faults, view.rules))
+        cause = naming_links(at.document.cause, verdict.failed, at.records)
+        found = replace(at.document, cause=cause, faults=verdict.faults)
+        return Again(found, pause(verdict.faults, view.rules))
 
     def note(self, view: View, at: Situation, after: RoundDocument) -> RoundDocument:
         was, faults = at.document.phase, after.faults
         if was is Phase.CONFIRMING and after.phase is Phase.RUNNING:
-            faults = judge(at.document, at.records, view.rules).faults
+            faults = verdict_on(at.document, at.records, view.rules).faults
         elif was is Phase.RUNNING and after.phase is Phase.FORMING:
             faults = still_not_to_host(faults)
         elif was is Phase.FORMING and after.phase is Phase.CONFIRMING and faults.out:
@@ -92,8 +92,8 @@ class Network(Policy):
         record = view.record
         if document.phase is not Phase.FORMING or record.status is not Status.RUN:
             return None
-        judged = (record.incarnation, record.round) == (document.incarnation, document.round - 1)
-        return Failure.CUT_OFF if judged and document.faults.why_out(view.me) else None
+        was_in_it = (record.incarnation, record.round) == (document.incarnation, document.round - 1)
+        return Failure.CUT_OFF if was_in_it and document.faults.why_out(view.me) else None
 
 
 def partner_in(ranks: Mapping[str, int], me: str, round_: int) -> str | None:
@@ -110,7 +110,7 @@ def partner_in(ranks: Mapping[str, int], me: str, round_: int) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class Verdict:
     """The verdict on a round that all its participants have confirmed.
 
     Attributes:
@@ -124,7 +124,7 @@ class Judgement:
     failed: tuple[Link, ...] = ()
 
 
-def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rules) -> Judgement:
+def verdict_on(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rules) -> Verdict:
     """Whether the round may run, by what its participants have found.
 
     It may not run if a participant could not dial rank 0, or failed with several others; nor if a
@@ -137,7 +137,7 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
     failed = [(node, it.partner) for node, it in found.items() if it.why]
     cut = [(node, first) for node, it in found.items() if it.unreached]
     if not (failed or cut):
-        return Judgement(True, still_not_to_host(was))
+        return Verdict(True, still_not_to_host(was))
     # A link that works when one end dials may fail when the other end does.
     passed = {(node, it.partner) for node, it in found.items() if it.partner and not it.why}
     here = {*document.participants}
@@ -150,7 +150,7 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
     out = _at_fault(links, blind, now, was.rounds > 0)
     if not (cut or out) and (not fresh or was.rounds >= _MOST_ROUNDS):
         kept = Faults(links=tuple(failed[-_LINKS_KEPT:]), not_to_host=was.not_to_host)
-        return Judgement(True, kept, tuple(failed))
+        return Verdict(True, kept, tuple(failed))
     faults = Faults(
         links=_without(out, links)[-_LINKS_KEPT:],
         rounds=was.rounds + 1,
@@ -158,7 +158,7 @@ def judge(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rul
         not_to_host=_not_to_host(document, found, out),
         blind=_without(out, blind)[-_LINKS_KEPT:],
     )
-    return Judgement(False, faults, tuple(dict.fromkeys((*failed, *cut))))
+    return Verdict(False, faults, tuple(dict.fromkeys((*failed, *cut))))
 
 
 def _not_to_host(

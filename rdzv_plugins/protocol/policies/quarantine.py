@@ -51,8 +51,8 @@ class Quarantine(Policy):
             return counted(after, rules, view.wall)
         if was is Phase.FORMING and after.phase is Phase.CONFIRMING:
             # Decide again without the nodes of a newly quarantined host.
-            judged = quarantined(at.document, after.cause, at.records, at.ready, rules, view.wall)
-            return after if judged == at.document else judged
+            stricter = quarantined(at.document, after.cause, at.records, at.ready, rules, view.wall)
+            return after if stricter == at.document else stricter
         return after
 
 
@@ -86,10 +86,10 @@ def counted(document: RoundDocument, rules: Rules, now: float) -> RoundDocument:
     """A round that begins to run, with a strike for each host that ended the round before it."""
     if (most := _most(rules)) == 0:
         return document
-    held = in_force(document, now)
+    kept_out = in_force(document, now)
     strikes = {it.host: it for it in document.strikes if _matters(it, rules, now)}
     for host in blamed(document.cause, rules):
-        if host not in held:
+        if host not in kept_out:
             was = strikes.pop(host, Strikes(host))
             times = (*_recent(was, rules, now), now)[-most:]
             strikes[host] = replace(was, times=times)
@@ -113,13 +113,13 @@ def quarantined(
     """
     if (most := _most(rules)) == 0:
         return document
-    held, known = in_force(document, now), {it.host: it for it in document.strikes}
+    kept_out, known = in_force(document, now), {it.host: it for it in document.strikes}
     left, sizes = list(ready), Sizes.of(rules)
     for host in blamed(cause, rules):
         was = known.get(host, Strikes(host))
         times = (*_recent(was, rules, now), now)
         others = [node for node in left if records[node].address != host]
-        if host in held or len(times) < most:
+        if host in kept_out or len(times) < most:
             continue
         if len(others) < len(left) and not world_size(others, records, sizes):
             continue
@@ -155,7 +155,7 @@ def let_in(
     nodes, sizes, freed = [*ready], Sizes.of(rules), list[str]()
     barred = {it.host for it in document.excluded if it.is_in_force(now)}
     asks = [node for node in asks if node not in document.drained]
-    for it in sorted(document.quarantined, key=lambda held: held.until or 0.0):
+    for it in sorted(document.quarantined, key=lambda quarantine: quarantine.until or 0.0):
         of_host = [node for node in asks if records[node].address == it.host]
         if it.host in barred or not of_host or not it.is_in_force(now):
             continue
