@@ -101,9 +101,8 @@ def until_a_verdict(
 
 
 def found_gone(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, Accusation]:
-    """Nodes that are lost by accusations.
-
-    A node that beats again was not gone, and comes in like a new node.
+    """Nodes lost by accusations. A node that beats again was not gone, and comes in like a new
+    node.
     """
     found = {}
     for it in document.accused:

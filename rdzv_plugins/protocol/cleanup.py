@@ -50,18 +50,15 @@ def close_run(
 ) -> Effects[bool]:
     """Close a run, whatever its state, and let its keys expire. Rule: closed stays closed.
 
+    Returns whether the run is closed, by this node or another.
+
     Args:
-        node_id: of the node that closes the run.
         latest: the run to close, as this node last saw it, even if the store has forgotten it; no
             other run of the id is closed. None: close whatever run is there.
-        why: for people.
         sweep_after: seconds for which its keys stay.
         may_close: whether the run may be closed with this document; called again whenever the
             document changes.
         told: this node's log says already that another node closed the run.
-
-    Returns:
-        Whether the run is closed, by this node or another.
     """
     entry = yield from Read(STATE_KEY)
     conflicts = 0
@@ -93,8 +90,8 @@ def close_run(
             if document.cause.note != why and not told:
                 yield from Tell("closed", f"the run is closed: {document.reason}")
             if not document.expires and entry is not None and document.cause.note == why:
-                # This node closed the run, and could not do the rest. Only this node does the rest
-                # now: thousands come here at once when a job ends.
+                # Only the node that closed the run does the rest: thousands come here at once when
+                # a job ends.
                 yield from let_expire(document, entry.version, sweep_after)
             return True
         if not may_close(document):
@@ -128,7 +125,7 @@ def _readable(entry: Entry | None, latest: RoundDocument | None) -> RoundDocumen
 def let_expire(closed: RoundDocument, version: Version | None, sweep_after: float) -> Effects[None]:
     """Free the id of a closed run after ``sweep_after`` seconds, once.
 
-    Write the tombstone first: after the sweep only the tombstone tells a node that its run ended.
+    The tombstone comes first: after the sweep only it tells a node that the run ended.
     """
     failure: RendezvousConnectionError | None = None
     for attempt in range(_TOMBSTONE_ATTEMPTS):
@@ -138,8 +135,8 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
         except RendezvousConnectionError as error:
             failure = error
         if attempt == 0:
-            # If the store lost the run during a long write of the tombstone, another run may have
-            # its id by now, and must keep its keys.
+            # If the store lost the run during this, another run may have its id, and must keep its
+            # keys.
             document = _readable((yield from Read(STATE_KEY)), closed)
             if document is None or not (document.closed and document.is_of(closed)):
                 return
@@ -170,8 +167,6 @@ def tidy_up(
     Args:
         runs: the round; only its leader tidies up.
         before: the round before it, if this node was in that round.
-        seconds: how long ``runs`` took to form.
-        is_lost: whether a node's lease has run out.
         outdated: the keys of shards of earlier documents.
     """
     yield from RecordHistory(record_of(runs, records, before, seconds))

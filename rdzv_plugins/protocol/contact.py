@@ -30,27 +30,20 @@ class Standing(StrEnum):
 class Contact:
     """Since when the store has accepted no heartbeat of this node, and why.
 
-    Another thread may read it.
-
-    Args:
-        clock: this node's monotonic clock, in seconds.
-
-    Attributes:
-        fails: a request has failed since the store last accepted a heartbeat.
+    Another thread may read it. ``fails``: a request has failed since the last accepted heartbeat.
     """
 
     def __init__(self, rules: Rules, clock: Callable[[], float]) -> None:
         self._rules = rules
         self._clock = clock
         self._accepted = clock()
-        # When the store first refused this node after the last accepted heartbeat and the last
-        # read.
+        # When the store first refused this node since the last accepted heartbeat or read.
         self._denied: float | None = None
         self._longest = 0.0
         self._stopped: float | None = None
         self.fails = False
-        # Since when the store may accept other nodes; None: by the links, it accepts none; -inf:
-        # another node says that it is lost.
+        # Since when the store may accept others; None: by the links none; -inf: another node is
+        # lost.
         self._apart: float | None = clock()
 
     def accepted(self, sent: float) -> None:

@@ -114,8 +114,7 @@ def decide(view: View) -> Action:
 def _is_over_time(view: View) -> bool:
     """Whether the node's join has timed out; a spare waits for as long as the round lasts.
 
-    A named node gets one more lease: a time-out now would abort a round that is about to run, and
-    many nodes could do that one after the other.
+    A named node gets one more lease, because a time-out would abort a round that is about to run.
     """
     if not view.is_late or waits_for_a_living_round(view):
         return False
@@ -149,8 +148,7 @@ def lead(view: View, document: RoundDocument) -> Action:
     if isinstance(action, Wait):
         ends = [action.seconds, until_a_verdict(view, at.document, at.records)]
         if document.is_whole and at.kept_out:
-            # Wake up when a node that asks is no longer kept out, because no node rings the bell
-            # then.
+            # No node rings the bell when a node that asks is no longer kept out.
             asking = (it for node, it in at.kept_out.items() if _asks(at, node))
             ends += [max(0.0, it.seconds) for it in asking if it.seconds is not None]
         return Wait(min((it for it in ends if it is not None), default=None), action.enough)
@@ -176,8 +174,7 @@ def _start_what_ran(view: View) -> Action | None:
         return None
     if confirmed is None or latest is None or latest.ran != confirmed.world_id:
         return None
-    # Take the token of the round that ran, because a store that forgot may have seen the round
-    # named twice.
+    # A store that forgot may have seen the round named twice: take the token of the round that ran.
     return Start(
         replace(
             confirmed,
@@ -204,9 +201,8 @@ def _end_with_the_run(view: View) -> Action | None:
 
 
 def _stay_out(view: View) -> Action | None:
-    """Unfit nodes: a node that asks for no round does nothing, unless it is unfit.
-
-    An unfit node beats, so it must give up the lead, and must learn that its run ended.
+    """Unfit nodes: only an unfit node acts, because it must give up the lead and learn its run's
+    end.
     """
     document, latest = view.document, view.latest
     if view.record.status is not Status.LEFT:
@@ -358,8 +354,7 @@ def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
         return None  # This node asks for a later round.
     given = view.given.get(document.incarnation, -1)
     if given >= document.round:
-        # This node ran in this round, and then in another run: the store forgot first one, then the
-        # other.
+        # This node ran in another run since: the store forgot first one, then the other.
         return SetRecord(Status.JOIN, document.incarnation, given)
     if document.phase is Phase.CONFIRMING:
         if view.opening_for is not None and view.opening_for >= view.rules.lease:
@@ -396,11 +391,7 @@ def _wait_as_a_spare(view: View, document: RoundDocument) -> Action | None:
 
 
 def _has_confirmed(view: View, document: RoundDocument) -> bool:
-    """Whether this node is in the round by its own record.
-
-    A node that has asked for a round of another run since then confirms the rank again. A confirmed
-    node stays in the round even if the store loses its shard.
-    """
+    """Whether this node is in the round by its own record, even if the store loses its shard."""
     return view.record.status is Status.RUN and view.record.world_id == document.world_id
 
 
@@ -465,10 +456,7 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
 
 
 def _turn(view: View, document: RoundDocument) -> float:
-    """Seconds that this node waits for other successors to take the lead.
-
-    Successors take turns in rank order, because the first may be gone together with the leader.
-    """
+    """Seconds that this node waits for other successors; they take turns in rank order."""
     rank = document.ranks.get(view.me, document.old_ranks.get(view.me))
     turn = _spread(view, document)
     if rank is not None:
@@ -483,9 +471,8 @@ def _turn(view: View, document: RoundDocument) -> float:
 def _spread(view: View, document: RoundDocument) -> float:
     """This node's random share of an interval; few nodes have an early share.
 
-    Whatever the number of nodes, only a few have their turn before all can have read what the first
-    one wrote: the density grows by a factor of e each 1/``steep`` of the interval, which
-    compensates for their number.
+    The density grows by a factor of e each 1/``steep`` of the interval. Whatever the number of
+    nodes, only a few act before all can have read what the first one wrote.
     """
     nodes = max(1, document.max_nodes, document.size)
     steep = min(1.0 + math.log(nodes), _STEEPEST)
@@ -493,10 +480,7 @@ def _spread(view: View, document: RoundDocument) -> float:
 
 
 def _replacing_the_dead(view: View, document: RoundDocument, leader: str) -> RoundDocument:
-    """The document under this node's lead, after the lease of its leader ran out.
-
-    Only that leader is proven lost: the windows of all other nodes begin now.
-    """
+    """The document under this node's lead, after the lease of its leader ran out."""
     led = replace(document, leader=view.me)
     done = view.leader is not None and view.leader.status is Status.DONE
     if done or not (document.is_whole and document.names(leader)):
@@ -528,8 +512,7 @@ def _ask_the_accused(view: View, at: Situation) -> Action | None:
 def _form_without_the_roster(view: View, at: Situation) -> Action | None:
     """Form a round without the silent nodes, if the store has lost the shards of the roster.
 
-    First each node has a lease to write its record again: with the records of all nodes the
-    document is whole.
+    First each node has a lease to write its record: all records together make the document whole.
     """
     if at.document.is_whole:
         return None
@@ -635,9 +618,8 @@ def _await_the_last_round(view: View, at: Situation) -> Action | None:
 
 
 def _await_the_doubted(view: View, at: Situation) -> Action | None:
-    """Doubt: wait for doubted nodes that have asked for this round, and are not known to be gone.
-
-    A full round waits only for doubted nodes of the last round.
+    """Doubt: wait for doubted nodes that asked for this round; if it is full, only for the last
+    one's.
     """
     full, previous = at.size >= at.sizes.most, at.document.old_ranks
     unsure = [node for node in at.overdue if not full or node in previous]
@@ -767,8 +749,7 @@ def _note_the_lost(view: View, at: Situation) -> Action | None:
 def _close_when_done(view: View, at: Situation) -> Action | None:
     """Close a run whose participants are all done or lost.
 
-    Done nodes may wait in torch's exit barrier for lost nodes, or for each other if the store
-    forgot who had come. A successor may have called a done node lost.
+    Done nodes may wait in torch's exit barrier for lost nodes, or for each other.
     """
     if at.done and at.done >= {*at.document.participants} - at.missing:
         return Close(at.document, Outcome.SUCCEEDED, "its workers succeeded")
@@ -789,10 +770,7 @@ def _drop_what_came_to_nothing(view: View, at: Situation) -> Action | None:
 
 
 def _await_a_change(view: View, at: Situation) -> Action | None:
-    """Wait until the next lease may run out, or newcomers may be let in.
-
-    Skip the leases of done nodes: nothing follows from their silence.
-    """
+    """Wait until newcomers may be let in, or the lease of a node that is not done may run out."""
     held = policies.holds(view, at) if at.growth else None
     until = (
         _until_lease(view, without(at.present, at.done)),

@@ -92,9 +92,7 @@ class Phase(StrEnum):
     FORMING = "forming"
     """Nodes join; nobody has a rank."""
     CONFIRMING = "confirming"
-    """Ranks are given; each participant confirms that it has seen its rank, and rank 0 opens
-    MASTER_PORT.
-    """
+    """Ranks are given; each participant confirms its rank, and rank 0 opens MASTER_PORT."""
     RUNNING = "running"
     """Every participant has confirmed; agents start their workers."""
     CLOSED = "closed"
@@ -275,11 +273,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Exclusion(msgspec.Struct, frozen=True, array_like=True):
-    """A host whose nodes are kept out of all rounds.
-
-    Attributes:
-        host: the address that its nodes use.
-        until: seconds since the epoch; None: until somebody takes the exclusion back.
+    """A host whose nodes are kept out until a time in seconds since the epoch; None: until taken
+    back.
     """
 
     host: Id
@@ -292,10 +287,9 @@ class Exclusion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Accusation(msgspec.Struct, frozen=True, array_like=True):
-    """A node that has to show that it lives.
+    """A node that has to show that it lives, by a beat above ``beat``.
 
     Attributes:
-        beat: the beat in its record at that time; a higher beat is the answer.
         by: the label of the accuser.
         lost: the node has not answered in time.
     """
@@ -307,11 +301,10 @@ class Accusation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Strikes(msgspec.Struct, frozen=True, array_like=True):
-    """The count of rounds that a host ended.
+    """The times, in seconds since the epoch, when rounds began that followed rounds ended by the
+    host.
 
     Attributes:
-        host: the address that its nodes use.
-        times: when the round after each such round began, in seconds since the epoch.
         served: how often the host has been in quarantine.
         served_until: when the last quarantine ends.
     """
@@ -420,7 +413,6 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         lost: lost participants of a running round that goes on without them.
         evicted: live nodes whose workers may still run, and for which no round waits.
         waiting: how many nodes waited when the document was written.
-        cause: why the round forms, for people; of a closed run, why it was closed.
         finishing: a participant's workers succeeded, so no newcomer is let in.
         expires: of a closed run: its keys expire after ``closed_ttl``.
         ran: `world_id` of the round that runs. It stays until the next round has its participants,
@@ -508,9 +500,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return other is not None and self.incarnation == other.incarnation
 
     def names(self, node: str) -> bool:
-        """Whether the run counts on the node: as a participant of this round, or of the last one.
-
-        Of nodes in shards a node knows only whether itself is one.
+        """Whether the run counts on the node: it is in this round or the last. Of shards, only this
+        node's.
         """
         return node in self.ranks or node in self.old_ranks
 
@@ -641,7 +632,6 @@ class NodeRecord(
             wall clock; for people alone. None: none runs, or it has just begun.
         at: when it wrote this, by its wall clock, in seconds since the epoch; for people alone. 0:
             not known.
-        schema: as the document's; a node of another version disturbs no round of this one.
         slow: milliseconds that one of its last two heartbeats took to be written, or by which it
             woke late; 0: less than 50.
     """
@@ -673,8 +663,7 @@ class NodeRecord(
     suspect: bool = False
     last_call: tuple[Count, Clock] | None = None
     schema: Literal[2] = 2
-    # These change with each heartbeat. They come last, because a store may send only the end of a
-    # value.
+    # Last, because they change with each heartbeat and a store may send only the end of a value.
     slow: Count = 0
     looks: Count = 0
     at: Clock = 0

@@ -18,8 +18,8 @@ from rdzv_plugins.protocol.words import Diagnosis
 T = TypeVar("T")
 
 
-# msgspec's structures here and in `rules`: a node makes dozens while its agent waits, and a
-# dataclass takes four times as long.
+# msgspec, because a node makes dozens while its agent waits, and dataclasses take four times as
+# long.
 class Effect(msgspec.Struct, Generic[T], frozen=True):
     """A request of a node; ``answer = yield from effect`` hands it to the driver.
 
@@ -112,10 +112,7 @@ class Begin(Effect[None], frozen=True):
 
 
 class OpenMaster(Begin, frozen=True):
-    """Open a fresh TCPStore for the round of the world_id ``key``; the result is ``address:port``.
-
-    Name resolution may hang.
-    """
+    """Open a fresh TCPStore for the round whose world_id is ``key``; the result is its address."""
 
     @property
     def wakes(self) -> bool:
@@ -239,10 +236,7 @@ class Register(Effect[None], frozen=True):
 
 
 class JoinOutcome(msgspec.Struct, frozen=True):
-    """How a join ended: in a round (``document``), by a `rules.Failure`, or by an error.
-
-    ``diagnosis`` is what the node waited for when the join failed.
-    """
+    """How a join ended: in a round, by a failure with what the node waited for, or by an error."""
 
     document: RoundDocument | None = None
     failure: Failure | None = None

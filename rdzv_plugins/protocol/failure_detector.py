@@ -49,10 +49,8 @@ class Watched:
 class FailureDetector:
     """Since when each node's beat has stood still, as far as this observer has looked.
 
-    A node seen for the first time counts as if its beat had just moved.
-
-    Attributes:
-        grace_ends: silence counts only after this time, for nodes not heard since an outage.
+    A new node counts as if its beat had just moved. After an outage no silence counts before
+    ``grace_ends``, unless the node was heard since.
     """
 
     def __init__(self) -> None:
@@ -94,9 +92,8 @@ class FailureDetector:
             )
 
     def heard(self, node: str, now: float) -> None:
-        """Note another write of the node, which is as good as a beat.
-
-        A store that forgets again and again may lose each beat before anybody looks.
+        """Note another write of the node, as good as a beat: a store that forgets may lose each
+        beat.
         """
         seen = self._seen.setdefault(node, Watched(None, now, now))
         seen.since, seen.looked, seen.forgiven = max(seen.since, now), now, None

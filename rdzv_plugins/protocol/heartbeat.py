@@ -22,14 +22,7 @@ _ANSWERS, _ANSWERS_FOR = 3, 4
 
 
 class Heartbeat:
-    """When a node's record is written, and with what.
-
-    Args:
-        node_id, record, rules, clock, chance, wall: as for `Node`.
-
-    Attributes:
-        record: what this node says of itself with its next heartbeat.
-    """
+    """When a node's record is written, and with what. ``record``: what the next heartbeat says."""
 
     def __init__(
         self,
@@ -48,8 +41,7 @@ class Heartbeat:
         self._chance = chance
         self._wall = wall
         self._seen = seen
-        # Whether the record is written before the next decision, and the leader's bell rung with
-        # it.
+        # Whether the record is due before the next decision, and the bell is rung with it.
         self._is_due = self._rings = False
         # The first heartbeat comes with the order to join.
         self._next = clock() + rules.interval
@@ -84,11 +76,7 @@ class Heartbeat:
         self.require(rings=True)
 
     def keep_alive(self, last_call: Callable[[], tuple[int, int] | None]) -> Effects[None]:
-        """Beat once an interval, and look at the others; write a changed record at once.
-
-        Args:
-            last_call: returns `NodeRecord.last_call`.
-        """
+        """Beat once an interval, and look at the others; write a changed record at once."""
         interval_over = self._clock() >= self._next
         if interval_over and not self._is_due:
             self.amend(may_grow=False)  # The moment is over.

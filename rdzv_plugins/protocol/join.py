@@ -11,11 +11,8 @@ from rdzv_plugins.protocol.documents import RoundDocument
 class Orders:
     """Orders and reports of the agent's threads that the node has not taken up yet.
 
-    Attributes:
-        join, withdraw, done, growth: whether `Node.order_join`, `Node.order_withdrawal`,
-            `Node.report_done` or `Node.allow_growth` was called.
-        unfit: the reason of `Node.report_unfit`; None: it was not called.
-        failed, waited: of the last `Node.order_join`.
+    ``join``, ``withdraw``, ``done`` and ``growth`` tell which methods of `Node` were called;
+    ``unfit`` is the reason of `Node.report_unfit`, None: not called.
     """
 
     def __init__(self) -> None:
@@ -35,11 +32,9 @@ class Join:
     Attributes:
         waits: an agent waits for a round.
         asked_at, deadline: when it asked, and when its join times out.
-        given: the last round that it was given; None: none.
         rounds: by incarnation, the number of the last round that it was given.
         suspect: as `NodeRecord.suspect`.
         news: a line for the log, once the record that asks for a round has been written.
-        pace: when the log tells what the join waits for.
     """
 
     def __init__(self, timeout: float, clock: Callable[[], float]) -> None:

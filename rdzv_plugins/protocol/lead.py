@@ -27,15 +27,7 @@ _RENEWALS = 4
 
 
 class Lead:
-    """The leader's memory; it stays unchanged in a node that does not lead.
-
-    Args:
-        node_id, rules, clock, wall: as for `Node`.
-        seen, heartbeat: of the same node.
-
-    Attributes:
-        abdicated: as `View.abdicated`.
-    """
+    """The leader's memory; it stays unchanged in a node that does not lead."""
 
     def __init__(
         self,
@@ -65,8 +57,8 @@ class Lead:
         # When the deadline of the run's keys is renewed, and whether this leader has done so.
         self._expiry_due = clock()
         self._expires = False
-        # The incarnation for which it reads the exclusions of earlier runs; since when; the next
-        # try; the answer.
+        # For which incarnation it reads earlier exclusions, since when, the next try, and the
+        # answer.
         self._looks_back_for, self._looks_back_since, self._looks_back_at = "", 0.0, 0.0
         self._carried: tuple[Exclusion, ...] | None = None
 
@@ -96,7 +88,6 @@ class Lead:
         Args:
             before: the document that it replaced.
             given: the last round that this node's agent was given.
-            gathered: how long the round has been forming.
             shards: of the document, by digest and key.
         """
         self._shards = {key: value for values in shards.values() for key, value in values.items()}
@@ -106,8 +97,7 @@ class Lead:
         if document.excluded:
             self._carried = ()  # They stand in the document now.
         if before is None or before.leader != self._id:
-            # A store that forgot lost the deadline too. Renew it soon, but not while others wait
-            # for this round.
+            # A store that forgot lost the deadline too: renew it once nobody waits for this round.
             self._expires, self._expiry_due = False, self._clock() + self._rules.interval
         elif document.phase is Phase.RUNNING and not self._expires:
             self._expiry_due = self._clock()
@@ -180,9 +170,8 @@ class Lead:
         return document is not None and document.incarnation == self._looks_back_for
 
     def _look_back(self, document: RoundDocument) -> Effects[None]:
-        """Read the exclusions of earlier runs, once.
-
-        No round waits for this: an excluded node is taken out later.
+        """Read the exclusions of earlier runs, once. No round waits: an excluded node is taken out
+        later.
         """
         now = self._clock()
         if not self._looks_back_in(document):

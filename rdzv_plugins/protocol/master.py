@@ -13,11 +13,8 @@ _AT_ONCE_SECONDS = 0.05
 
 
 class Master:
-    """The state of opening a TCPStore; only one is opened at a time.
-
-    Args:
-        patience: seconds after which the node looks whether another node is to be rank 0.
-        clock: the node's monotonic clock, in seconds.
+    """The state of opening a TCPStore; after ``patience`` seconds the node looks for another rank
+    0.
     """
 
     def __init__(self, patience: float, clock: Callable[[], float]) -> None:

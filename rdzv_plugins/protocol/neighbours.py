@@ -28,12 +28,7 @@ _MOST_ACCUSED = 64
 
 
 class Neighbours:
-    """The links of a node, and its accusations.
-
-    Args:
-        node_id, rules, clock: as for `Node`.
-        seen, heartbeat, join, contact: of the same node.
-    """
+    """The links of a node, and its accusations."""
 
     def __init__(
         self,
@@ -61,8 +56,7 @@ class Neighbours:
         self._linked_for: tuple[str, str | None] = "", None
         # This node is the first node of a shard, and there are several shards.
         self._leads_shard = False
-        # The last Standing that this node said over its links; what others say, and whether that is
-        # news.
+        # The Standing that this node said last; those of the others, and whether that is news.
         self._said = Standing.ACCEPTED
         self._others: frozenset[Standing] = frozenset()
         self._others_reported = False
@@ -189,10 +183,7 @@ class Neighbours:
         return document.world_id, leader if self._leads_shard else None
 
     def hold_links(self) -> Effects[None]:
-        """Keep links to both neighbours in the round, and past gone neighbours to the next ones.
-
-        Nobody waits for this: the round runs, or is held up.
-        """
+        """Keep links to both neighbours in the round, and past gone neighbours to the next ones."""
         confirmed, accused = self._seen.confirmed, dict(self._heartbeat.record.accuses)
         links_for, before = self._links_for(), self._links
         ring: tuple[str, ...] = ()

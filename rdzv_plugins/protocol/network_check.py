@@ -24,16 +24,9 @@ _Report = tuple[str, float | Exception]
 
 
 class NetworkCheck:
-    """One check for each round whose rank this node confirms.
+    """One check for each round whose rank this node confirms; a dial fails after ``limit`` seconds.
 
-    Args:
-        limit: seconds after which a dial has failed.
-        clock: the node's monotonic clock, in seconds.
-        read_record: `Observer.read_record`, so that the whole node knows what is read here.
-
-    Attributes:
-        awaits: the key and version of rank 0's record, if the record does not tell its TCPStore
-            yet.
+    ``awaits``: the key and version of rank 0's record, if that does not tell its TCPStore yet.
     """
 
     def __init__(

@@ -95,17 +95,15 @@ class Node:
     Public members may be used from other threads; one thread drives the generators.
 
     Args:
-        node_id: unique in the run, without spaces.
         record: what this node says of itself; its beat, status and round change here.
         join_timeout: seconds within which a join must end in a round; for a spare they begin when
             the round for which it waits has ended.
-        clock: this node's monotonic clock, in seconds.
         chance: the source of its random share and of incarnations.
         wall: this host's wall clock, in seconds since the epoch; only exclusions depend on it.
 
     Attributes:
         closing: this node is closing the run. Do not stop it now: the first step ends all agents,
-            this node's too, and only a later step makes the run's keys expire.
+            and only a later step makes the run's keys expire.
     """
 
     def __init__(
@@ -249,9 +247,8 @@ class Node:
     def order_join(self, failed: bool = False, waited: float = 0.0) -> None:
         """Ask for the next round; the driver then ends its `Park` or `Rest` early.
 
-        Args:
-            failed: this node asks because its workers failed.
-            waited: seconds of its ``join_timeout`` that are over already.
+        ``failed``: because its workers failed. ``waited``: seconds of ``join_timeout`` already
+        over.
         """
         orders = self._orders
         orders.failed, orders.waited, orders.unfit = failed, waited, None
@@ -275,8 +272,7 @@ class Node:
     def report_unfit(self, reason: str) -> None:
         """Say that this node asks for no round, and why: its check failed. Like `order_join`.
 
-        Until it joins again the others go on without it. If the run is closed in the meantime, the
-        node reports that as the outcome of a join.
+        The others go on without it until it joins again. A closed run ends it like a join.
         """
         self._orders.unfit = reason
 
@@ -297,10 +293,7 @@ class Node:
         self._neighbours.report(node, False)
 
     def report_others(self, others: frozenset[Standing]) -> None:
-        """Report the `Standing` of all nodes at the other ends of links. Like `order_join`.
-
-        A node whose link is wanted and missing counts as `Standing.ACCEPTED`.
-        """
+        """Report the `Standing` of all other ends of links; `ACCEPTED` for a missing link."""
         self._neighbours.report_others(others)
 
     def note_retry(self) -> None:
@@ -311,9 +304,8 @@ class Node:
     # For the thread that drives.
 
     def news_for_others(self) -> HoldLinks | None:
-        """What to say over links that was not said yet.
-
-        The driver says it even while a request goes on, because others decide by it.
+        """What to say over links now; said even while a request goes on, because others decide by
+        it.
         """
         return self._neighbours.say(self._standing)
 
@@ -329,10 +321,9 @@ class Node:
                 yield from self._bear(error, failures)
 
     def farewell(self, failure: str = "") -> Effects[None]:
-        """Announce that this node leaves; driven once, after `run` has been stopped. Rule: leave.
+        """Announce that this node leaves, after `run` has been stopped. Rule: leave.
 
-        Args:
-            failure: why its workers or its agent failed, so that it leaves.
+        ``failure``: why its workers or its agent failed, so that it leaves.
         """
         if failure:
             self._failure, self._orders.unfit = failure, failure
@@ -429,8 +420,7 @@ class Node:
         action = decide(view)
         seen = self._seen
         if view.records is not None and not (seen.document_is_fresh or isinstance(action, _WRITES)):
-            # The records may be newer than the document. Compare-and-set guards a write; any other
-            # action must be right for the document as it is now.
+            # The records may be newer than the document, and compare-and-set guards only a write.
             token = seen.token
             yield from seen.read_document()
             if seen.token != token:
@@ -467,8 +457,7 @@ class Node:
         seen = self._seen
         if self._beats and not seen.closed:
             if self._reads_first:
-                # Others would wait for a node that beats and may read nothing. A node that may only
-                # read sees whether they go on without it.
+                # Others would wait for a node that beats and may read nothing.
                 yield from seen.read_document()
                 self._reads_first = False
             self._take_orders()  # Again: what it beats next is not to be outdated.
@@ -543,8 +532,7 @@ class Node:
             suspect=join.suspect,
         )
         self._fresh = self._new_incarnation()
-        # A node that joins again may have lost the leader: look at the leader now, not an interval
-        # later.
+        # A node that joins again may have lost the leader: read it now, not an interval later.
         self._seen.read_again(document=True, leader=join.given is not None)
         self._waiting = 0
         self._contact.workers_stopped()
@@ -680,8 +668,7 @@ class Node:
         asked = self._clock()
         ended = yield from ReadTombstone(incarnation)
         if ended is not None:
-            # The keys that this node wrote since the sweep have no deadline. If the Drop fails, the
-            # node asks again; once it knows of the end it does nothing more.
+            # Keys written since the sweep have no deadline. If the Drop fails, the node asks again.
             yield from Drop((NODES_PREFIX + self.id,))
         self._seen.hear_of_the_end(incarnation, ended, asked)
 

@@ -59,9 +59,7 @@ def with_rank(
 ) -> Effects[RoundDocument]:
     """The document with the node's rank, if its nodes are in shards that can be read.
 
-    Args:
-        known: ranks that are already known, by the shards' digest.
-        held_with: filled with the nodes of each shard that is read, in rank order, by digest.
+    ``known`` has ranks by digest. ``held_with`` is filled with the nodes of each read shard.
     """
 
     def ranked(shards: Shards | None) -> Effects[Shards | None]:
@@ -150,8 +148,7 @@ class Observer:
         self._grew: tuple[str, int] | None = None  # The document that `grown_since` is of.
         self._leader_is: str | None = None  # The node whose record `leader` is.
         self._listing = RecordCache(rules.lease)
-        # This node's rank by the digest of the shards that it has read, for the last _RANKS_KEPT
-        # rosters.
+        # This node's rank by the shards' digest, for the last _RANKS_KEPT rosters.
         self._ranks: dict[str, dict[str, int]] = {}
         # The nodes of this node's shard in the same rosters, in rank order.
         self._held_with: dict[str, tuple[str, ...]] = {}
@@ -167,8 +164,7 @@ class Observer:
         self._outlived: str | None = None
         # How late this node's last two beats were.
         self._late = (0.0, 0.0)
-        # When this node found that an incarnation has no tombstone; emptied when a later document
-        # is read.
+        # When an incarnation was found to have no tombstone; emptied by a later document.
         self._asked_tombstones: dict[str, float] = {}
         self._enough_since: float | None = None
         # When the store last came back from an outage.
@@ -206,9 +202,8 @@ class Observer:
 
     @property
     def lag(self) -> float:
-        """The lateness of this node's last two beats, minus half an interval.
-
-        Whatever slows this node down, the store or the load, slows the other nodes down too.
+        """How late this node's last two beats were: the store or the load then slows other nodes
+        down too.
         """
         return max(0.0, max(self._late) - self._rules.interval / 2)
 
@@ -399,10 +394,7 @@ class Observer:
                 self.unbelieved.append(why + whose)
 
     def _begin_windows(self, was: RoundDocument | None, document: RoundDocument) -> None:
-        """Begin every window now: another node leads, and older observations are too old.
-
-        Keep the window of a leader that this node has just deposed, because its silence is proven.
-        """
+        """Begin every window now: another node leads. A deposed leader's window stays as proof."""
         deposed = was.leader if was and document.leader == self._me else None
         lost = deposed is not None and self._has_lost(deposed, self.leader)
         self._outlived = deposed if lost else None
@@ -423,15 +415,13 @@ class Observer:
             return True
         if document.is_of(latest):
             return document.closed or (not latest.closed and document.place >= latest.place)
-        # A live run of the same id replaces this node's run, unless this node was in a run that was
-        # closed: a node is in one run only.
+        # A live run replaces this node's, unless that was closed with this node: a node is in one
+        # run only.
         return not document.closed and not (latest.closed and latest.is_of(self.confirmed))
 
     def asked_tombstones(self) -> frozenset[str]:
-        """As `View.asked_tombstones`.
-
-        An answer holds for ``sweep_after``: after that time the run may have been closed and swept
-        since this node asked, so that its document is missing for that reason.
+        """As `View.asked_tombstones`; an answer holds for ``sweep_after``, because a run may end
+        and be swept.
         """
         oldest = self._clock() - self._rules.sweep_after
         # A copy, because other threads call this while the node's thread adds answers.
@@ -439,11 +429,8 @@ class Observer:
         return frozenset(incarnation for incarnation, asked in answers if asked > oldest)
 
     def hear_of_the_end(self, incarnation: str, outcome: Outcome | None, asked: float) -> None:
-        """Note the tombstone of a run that this node remembers; outcome None: there is no
-        tombstone.
-
-        Args:
-            asked: when this node asked for it, on its clock.
+        """Note the tombstone of a run that this node remembers; outcome None: there was none when
+        asked.
         """
         self._asked_tombstones[incarnation] = asked
         for run in (self.latest, self.confirmed):
@@ -525,8 +512,7 @@ class Observer:
                 self.accused.observe(node, records[node].beat, asked, now)
         self.latency = now - asked
         if self._outlived is not None:
-            # Doubt the deposed leader too if this node is slow itself: the leader may be just as
-            # slow.
+            # If this node is slow itself, the deposed leader may be just as slow: doubt it too.
             self.doubt(watched - (set() if self.lag else {self._outlived}))
             self._outlived = None
         self._listed_at = self.listed_since = now
@@ -601,11 +587,7 @@ class Observer:
             self.accused.restart(now, _BACK_WITHIN)
 
     def _reset_windows(self, now: float) -> None:
-        """Begin all windows now.
-
-        Do not read everything again: a slow store gets no extra work. If the store lost the
-        document, it also lost the leader's record, or it wakes the nodes that wait for a change.
-        """
+        """Begin all windows now, and read no more than usual: a slow store gets no extra work."""
         self.outages += 1
         self.liveness.restart(now, self._rules.lease)
         self.progress.restart(now, self._rules.lease)

@@ -89,7 +89,7 @@ def drain(
 
     Args:
         giver: the id that rings the leader's bell.
-        names: each the name of a node, or of a host for all its nodes.
+        names: of nodes, or of hosts for all their nodes.
         now: seconds since the epoch.
         may: asked before anything is changed, with what the order would do; False: change nothing.
         is_silent: whether a node is known to be dead.
@@ -120,10 +120,7 @@ def restart(
     now: Callable[[], float],
     is_silent: Callable[[str], bool] = lambda _: False,
 ) -> Effects[Given]:
-    """Begin a new round, unless one forms already or a node is done; ``why`` is for people.
-
-    All other arguments are as for `drain`.
-    """
+    """Begin a new round, unless one forms already or a node is done; arguments as for `drain`."""
     document, records = yield from _look()
     if document is None:
         return Given()
@@ -164,10 +161,7 @@ def exclude(
     may: Callable[[Given], bool] = _always,
     is_silent: Callable[[str], bool] = lambda _: False,
 ) -> Effects[Given]:
-    """Keep the nodes of a host out of the rounds of a run; replaces an exclusion of the host.
-
-    All other arguments are as for `drain`.
-    """
+    """Keep the nodes of a host out of the rounds of a run; arguments as for `drain`."""
     document, records = yield from _look()
     if document is None:
         return Given()
@@ -203,8 +197,8 @@ def include(giver: str, host: str) -> Effects[Given]:
 def accuse(giver: str, names: Collection[str]) -> Effects[Given]:
     """Ask nodes of the run to show that they live; changes nothing if a name is unknown.
 
-    Live nodes of `Given.ids` answer by a heartbeat above the beat in `Given.document`. A node is
-    not lost without an answer, unless a participant has found its process gone.
+    Live nodes of `Given.ids` answer by a beat above that in `Given.document`. No node is lost by
+    this alone.
     """
     document, records = yield from _look()
     if document is None:

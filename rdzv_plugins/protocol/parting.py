@@ -46,10 +46,6 @@ class Parting(StrEnum):
 class Service:
     """A node's time in the rounds of a run.
 
-    Args:
-        label: of the node.
-        clock: a monotonic clock, in seconds.
-
     Attributes:
         last: the last round that its agent was given.
         newcomers: the nodes that joined a run that went on already, together with this node or
@@ -83,9 +79,9 @@ class Service:
 
     @property
     def is_new(self) -> bool:
-        """Whether the node joined a run that went on already, and has not served for its probation.
+        """Whether the node joined a run that went on already, and is still in its probation.
 
-        A failure of its workers is then more likely the node's own than the script's or the run's.
+        Its workers' failure is then more likely its own than the script's or the run's.
         """
         probation = self._rules.min_uptime or self._rules.probation
         return self.newcomers is not None and self.seconds < probation
@@ -116,12 +112,9 @@ def goes_on_without(
     wall: float,
     newcomers: Names,
 ) -> bool:
-    """Whether the other nodes of a run are enough for a round.
+    """Whether the other nodes of a run are enough for a round, without ``newcomers``.
 
-    Args:
-        records: of all nodes; None: there are many, and participants are counted instead.
-        wall: seconds since the epoch, on this host's wall clock.
-        newcomers: nodes that do not count.
+    ``records`` None: there are many, and participants are counted instead.
     """
     if document.closed:
         return False
@@ -159,10 +152,9 @@ def all_live(
     before: Mapping[str, NodeRecord],
     records: Mapping[str, NodeRecord],
 ) -> bool:
-    """Whether all other nodes of the round ``last`` have written their records since ``before``.
+    """Whether all other nodes of the round ``last`` wrote, rejoined or left since ``before``.
 
-    A node that asks for the next round, or has left, has done so too. For a large round the answer
-    is False, because nobody looks at each node.
+    For a large round the answer is False, because nobody looks at each node.
     """
     return bool(last.participants) and all(
         (now := records.get(node)) is not None
@@ -188,9 +180,6 @@ def others_go_on(
 
     Where several nodes leave at once, each leaves before it looks at the others, so that the last
     one finds too few. In a large run only the leader looks, or a node that finds no leader.
-
-    Args:
-        newcomers, wall: as for `goes_on_without`.
     """
     latest, records = node.latest, None
     if latest is None:
@@ -236,8 +225,6 @@ def give_up(
     It may be driven again if a request failed.
 
     Args:
-        why: for people.
-        wall: this host's wall clock, in seconds since the epoch.
         of_workers: the workers of this new node failed; False: its agent failed.
         looked: the others are known to be enough.
     """

@@ -15,11 +15,9 @@ _START = len(NODES_PREFIX)
 
 
 class RecordCache:
-    """Its length is the number of records in the last listing.
+    """The last listing's records; its length is their number.
 
-    Args:
-        lease: of the run; a record whose lease differs by more than a factor of LEASES is not
-            believed. None: any lease is.
+    A record whose lease differs from ``lease`` by more than a factor of LEASES is not believed.
 
     Attributes:
         unbelieved: by node, why its record counts as absent, as of the last look.

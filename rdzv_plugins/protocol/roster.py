@@ -42,11 +42,7 @@ _SHARDS = msgspec.json.Decoder(dict[Id, Nodes])
 def apart(
     document: RoundDocument, inline: int
 ) -> tuple[RoundDocument, dict[str, dict[str, bytes]]]:
-    """The document as it is stored, and the shards of its nodes: by digest, then by key.
-
-    Args:
-        inline: the most nodes that the document itself holds, and the average size of a shard.
-    """
+    """The document as it is stored, and the shards of its nodes: by digest, then by key."""
     found: dict[str, dict[str, bytes]] = {}
     if len(document.participants) > inline:
         shards, found[shards.digest] = _split(document.incarnation, document.participants, inline)
@@ -141,12 +137,7 @@ def complete(
     stored: Mapping[str, Entry],
     records: Mapping[str, NodeRecord],
 ) -> RoundDocument:
-    """The document with all its nodes, if they can be found.
-
-    Args:
-        stored: its shards by key.
-        records: of all nodes.
-    """
+    """The document with all its nodes, if its shards or the records of all nodes tell them."""
     for field, roster in (("participants", "roster"), ("previous", "previous_roster")):
         shards: Shards | None = getattr(document, roster)
         if shards is None:
@@ -180,10 +171,7 @@ def _are(incarnation: str, nodes: tuple[str, ...], shards: Shards) -> bool:
 def members_by_their_records(
     document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> tuple[str, ...]:
-    """The nodes that confirmed their rank in this round; while a round forms, in the last one.
-
-    Nodes whose records the store has lost are missing.
-    """
+    """The nodes whose records say that they confirmed this round; while it forms, the last one."""
     world_id, last = document.world_id, (document.incarnation, document.round - 1)
     forms = document.phase is Phase.FORMING
     found = [

@@ -59,11 +59,6 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     Attributes:
         phase: running; forming for a run that has had no round; closed at the end.
         nodes: how many participants; ``members`` are the first of them, in rank order.
-        leader: the leader's label.
-        seconds: how long the round took to form.
-        reason: why the round formed, or why the run ended, in words.
-        lost, left, failed, joined, evicted, held, drained, excluded: as in `documents.Cause`.
-        outcome: how the run ended.
         kept: of a run that ended: for how many more seconds its id is taken.
     """
 
@@ -99,7 +94,6 @@ def record_of(
     Args:
         records: of the nodes, as far as they are known.
         before: the round before it, if this node was in it; tells the old ranks of nodes.
-        seconds: how long the round took to form.
         kept: as `RoundRecord.kept`.
     """
     by_name = {record.label: (node, record) for node, record in records.items()}

@@ -69,10 +69,7 @@ def next_round(
 
 
 def caught_up(at: Situation) -> RoundDocument | None:
-    """The document with rounds and nodes that its writer did not know of, because the store forgot.
-
-    None: it lacks none.
-    """
+    """The document with rounds and nodes that a forgetful store lost; None: it lacks none."""
     document, records = at.document, at.records
     strays = {node for node in at.live if _may_run(document, records[node])}
     strays -= {*document.previous, *document.evicted}
@@ -89,8 +86,7 @@ def caught_up(at: Situation) -> RoundDocument | None:
 def _may_run(document: RoundDocument, record: NodeRecord) -> bool:
     """Whether the node may run in a round that nobody has ended.
 
-    A node does not run in a round before the last round of this run, which formed without it: the
-    node was lost, and the leader that knew may be lost too.
+    A node of an earlier round than the last does not: the last round formed without it.
     """
     ended = record.incarnation == document.incarnation and record.round < document.round - 1
     return record.status is Status.RUN and not ended
@@ -163,8 +159,7 @@ def naming_participants(at: Situation) -> RoundDocument:
             cause, held=cause.held.without(set(labels(records, chosen))).plus(left_over)
         )
     if document.round > 0:
-        # The cause names every node that waited when the last round ended; some of them stay
-        # spares.
+        # The cause names all nodes that waited when the last round ended; some stay spares.
         spares = [records[node].label for node in newcomers if node not in taken]
         cause = replace(cause, joined=cause.joined.without(spares))
         cause = cause.plus(joined=[records[node].label for node in newcomers if node in taken])
@@ -216,11 +211,7 @@ def amended(
     gone: Iterable[str],
     found: Mapping[str, Accusation] = NOBODY,
 ) -> Cause:
-    """The cause with the gone nodes, each as lost or as left.
-
-    Args:
-        found: nodes whose processes have ended, each with its accusation.
-    """
+    """The cause with the gone nodes, each as lost or left; ``found``: whose processes ended."""
     ended: dict[str, Accusation] = {}
     left: list[str] = []
     silent: list[str] = []

@@ -82,11 +82,7 @@ class Rules:
 
     @classmethod
     def told(cls, document: RoundDocument, leader: NodeRecord | None) -> Rules:
-        """The settings, as the document and the leader's record tell them.
-
-        The record names the options that are not at their defaults. An option counts if it has a
-        setting's name and a possible value.
-        """
+        """The settings, as the document and the leader's record tell them."""
         known = cls(
             min_nodes=document.min_nodes,
             max_nodes=document.max_nodes,
@@ -285,10 +281,7 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class SetRecord(msgspec.Struct, frozen=True):
-    """Write this node's record; ``ring``: also ring the leader's bell.
-
-    ``hosts=False``: this node opened no TCPStore in time, so another node becomes rank 0.
-    """
+    """Write this node's record, and ``ring``; ``hosts=False``: it opened no TCPStore in time."""
 
     status: Status
     incarnation: str | None
@@ -298,9 +291,8 @@ class SetRecord(msgspec.Struct, frozen=True):
 
 
 class Confirm(msgspec.Struct, frozen=True):
-    """Confirm the rank in this node's record; rank 0 opens MASTER_PORT first.
-
-    ``seconds``: after this time the node decides again; None: no limit.
+    """Confirm the rank in this node's record, after rank 0 opened MASTER_PORT; give up after
+    ``seconds``.
     """
 
     document: RoundDocument
@@ -321,12 +313,7 @@ class Fail(msgspec.Struct, frozen=True):
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """Give each of these nodes one more lease, because the store or the load may be slow.
-
-    Attributes:
-        begins: no late node has been doubted before.
-        late, world: how many nodes are late, and out of how many.
-    """
+    """Give these nodes one more lease: ``late`` of ``world`` are late; ``begins``: newly so."""
 
     nodes: tuple[str, ...]
     begins: bool
@@ -353,20 +340,14 @@ class Close(msgspec.Struct, frozen=True):
 
 
 class Abdicate(msgspec.Struct, frozen=True):
-    """Write the document without a leader: this node cannot lead.
-
-    ``fails``: its listings fail; False: the node is unfit.
-    """
+    """Write the document without a leader; ``fails``: listings fail, False: the node is unfit."""
 
     document: RoundDocument
     fails: bool = True
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Do nothing until something changes or ``seconds`` have passed (None: no limit).
-
-    ``enough``: this leader counts ``min_nodes`` ready nodes, so the last call runs.
-    """
+    """Wait for a change or ``seconds``; ``enough``: enough nodes are ready: the last call runs."""
 
     seconds: float | None = None
     enough: bool = False

@@ -98,7 +98,6 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The facts by which a leader decides. Each is computed once, when it is first read.
 
     Attributes:
-        document: the round document, with all its nodes.
         rules: the run's settings, as far as they are known.
         wall: seconds since the epoch, on the wall clock of the node or observer.
         lost: nodes that are lost by their heartbeats (`View.is_lost`), or whose processes are gone.

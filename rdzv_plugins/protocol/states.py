@@ -78,7 +78,6 @@ def state_of(
     """The state of the node.
 
     Args:
-        document: of the run; None: there is none.
         record: the node's own; None: it has none.
         silent, lost: a heartbeat is overdue, or its lease ran out, on the caller's monotonic clock.
         now: seconds since the epoch; exclusions end by it.

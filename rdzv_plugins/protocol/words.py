@@ -132,10 +132,7 @@ class Diagnosis:
 
 
 class Pace:
-    """When the log tells what a join waits for: once the sentence has settled, and every 30 s.
-
-    Times are seconds of one monotonic clock.
-    """
+    """When the log tells what a join waits for: once the sentence has settled, and every 30 s."""
 
     def __init__(self, now: float) -> None:
         self._looked = now
@@ -164,7 +161,6 @@ class _Known:
         join, last_call, rejoin: until ``join_timeout``, and until the round stops waiting.
         call_ends, since: when the last call ends, and since when the round forms, for people.
         quiet: seconds of watching in which no heartbeat was seen.
-        hold: what keeps newcomers waiting.
         leads: the leader speaks: a silent node that is not lost has one more lease.
     """
 
@@ -191,7 +187,6 @@ def diagnose(
     Args:
         is_silent: whether a heartbeat of the node is overdue.
         quiet_for: seconds of watching in which no heartbeat was seen; None: not observed.
-        now: seconds since the epoch; exclusions end by it.
         is_lost: whether its lease has run out; None: each silent node is lost.
     """
     if document is None:

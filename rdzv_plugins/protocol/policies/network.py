@@ -97,11 +97,7 @@ class Network(Policy):
 
 
 def partner_in(ranks: Mapping[str, int], me: str, round_: int) -> str | None:
-    """The node that ``me`` dials. Each node is dialled by one other, in the next round by another.
-
-    Args:
-        ranks: of the known nodes: all, or in a large round one shard.
-    """
+    """The node that ``me`` dials. One other node dials each node, in the next round another one."""
     ring = sorted(ranks, key=ranks.__getitem__)
     if me not in ranks or len(ring) < 2:
         return None
@@ -241,9 +237,8 @@ def pause(faults: Faults, rules: Rules) -> float:
 def able_to_host(
     document: RoundDocument, records: Mapping[str, NodeRecord], chosen: Collection[str]
 ) -> Mapping[str, NodeRecord]:
-    """The records for giving ranks: a node that could not be dialled as rank 0 does not host.
-
-    If no other node could open a TCPStore, these nodes try again.
+    """The records for giving ranks: nodes that could not be dialled do not host, unless none else
+    can.
     """
     if not document.faults.not_to_host:
         return records

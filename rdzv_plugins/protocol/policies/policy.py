@@ -38,9 +38,7 @@ NOTHING: Mapping[str, Reason] = {}
 class Again(msgspec.Struct, frozen=True):
     """The verdict that a confirmed round must not run, and that another round forms.
 
-    Attributes:
-        document: the round, with what the policy has found.
-        seconds: the age of the document at which the other round may form.
+    ``document`` has what the policy found; the other round may form at its age of ``seconds``.
     """
 
     document: RoundDocument
@@ -71,19 +69,11 @@ class Policy:
     def keep_out(
         self, document: RoundDocument, records: Mapping[str, NodeRecord], now: float
     ) -> Mapping[str, Reason]:
-        """Nodes that no round may name. A round that names one ends, and nobody waits for the node.
-
-        Args:
-            now: seconds since the epoch, on the wall clock of the caller.
-        """
+        """Nodes that no round may name. A round that names one ends, and does not wait for it."""
         return NOTHING
 
     def admit(self, at: Situation, nodes: Collection[str]) -> Mapping[str, Reason]:
-        """Which of these nodes the next round does not take, and why. They wait.
-
-        Args:
-            nodes: live nodes that ask for the forming round, or that wait while a round runs.
-        """
+        """Which of these asking nodes the next round does not take, and why. They wait."""
         return NOTHING
 
     def choose(self, at: Situation, nodes: Sequence[str]) -> Sequence[str]:

@@ -107,9 +107,6 @@ def quarantined(
     """The forming round with a quarantine for each host that has ended too many rounds.
 
     No quarantine leaves fewer ready nodes than a round needs.
-
-    Args:
-        cause: why the round forms, as it is about to be named.
     """
     if (most := _most(rules)) == 0:
         return document
@@ -146,11 +143,7 @@ def let_in(
 ) -> RoundDocument | None:
     """The forming round with quarantined hosts let in that it needs; None: that would not help.
 
-    The quarantine that would end first ends first.
-
-    Args:
-        asks: live nodes that ask for the round, including nodes that are kept out.
-        ready: the nodes among them that are not kept out.
+    The quarantine that would end first ends first. ``asks`` includes nodes that are kept out.
     """
     nodes, sizes, freed = [*ready], Sizes.of(rules), list[str]()
     barred = {it.host for it in document.excluded if it.is_in_force(now)}

@@ -63,8 +63,6 @@ def order_ranks(
     Args:
         chosen: ids of the future participants; each has a record.
         previous: the last round's ids in their rank order.
-        rank_order: ``natural``, ``stable``, ``hint`` or ``topology``, as in ``--rdzv-conf``.
-        places: for ``topology``, `old_places`.
     """
     natural = sorted(chosen, key=lambda node: (natural_key(records[node]), node))
     if rank_order == "stable":
@@ -84,9 +82,8 @@ def order_ranks(
 
 
 def _first(order: Sequence[str], records: Mapping[str, NodeRecord]) -> str | None:
-    """The first node that can open the round's TCPStore at an address that all others reach.
-
-    If all others reach none, the first node that can open it; None: no node can.
+    """The first node that can open the round's TCPStore, at an address that all others reach if
+    any.
     """
     able = [node for node in order if records[node].hosts]
     lacking = {records[node].lacks for node in order}

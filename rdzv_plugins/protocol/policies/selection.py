@@ -45,13 +45,8 @@ def choose(
 
     Survivors come before newcomers. If domains matter, whole segments are taken: first those with
     the most survivors, then those with replacements of nodes that their domain has lost, then whole
-    domains, the largest first.
-
-    Args:
-        document: the forming round.
-        survivors: ready nodes of the last round, in their old rank order.
-        newcomers: the other ready nodes, in their natural order.
-        records: of all nodes, including gone ones.
+    domains, the largest first. ``survivors`` are in their old rank order, ``newcomers`` in natural
+    order.
     """
     ready = [*survivors, *newcomers]
     size = world_size(ready, records, Sizes.of(rules))
