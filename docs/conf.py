@@ -39,6 +39,7 @@ autodoc_typehints_format = "short"
 # No network is needed to build the site, so names of Python and of torch are not links.
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!rdzv_plugins\b).*"),
+    (r"py:class", r"rdzv_plugins\..*\.T"),  # A TypeVar.
 ]
 
 # Consul's rules are not quite HCL, and psql has commands of its own.

@@ -1,4 +1,4 @@
-"""Generate docs/options.md from the options, and docs/stores.md from the stores' docstrings.
+"""Generate docs/options.md, docs/stores.md and the index of docs/troubleshooting.md.
 
 python -m docs.generate          # write
 python -m docs.generate --check  # exit status 1 if what is there is out of date
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from dataclasses import fields
 from importlib import import_module
@@ -19,6 +20,8 @@ from rdzv_plugins.settings.parsing import COUNTERPARTS, WITHOUT_EFFECT
 from rdzv_plugins.stores import STORES, client_class
 
 HERE = Path(__file__).parent
+# A line of the index has the first words of a heading.
+_INDEXED_WORDS = 6
 GENERATED = "<!-- Generated from the code by `make docs`; edit that. -->\n\n"
 
 
@@ -94,8 +97,27 @@ def stores_page() -> str:
     return "".join(parts)
 
 
+def troubleshooting_page() -> str:
+    """The page as it is, with the beginnings of its headings, in alphabetical order."""
+    head, mark, rest = _read(HERE / "troubleshooting.md").partition("\n## Index of lines\n")
+    _, _, body = rest.partition("\n## ")
+    headings = re.findall(r"^### (.+)$", body, re.MULTILINE)
+    rows = {}
+    for heading in headings:
+        anchor = re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+        words = heading.replace("`", "").lstrip("…; -").split()
+        begins = " ".join(words[:_INDEXED_WORDS]) + "…" * (len(words) > _INDEXED_WORDS)
+        rows[f"- [{begins}](#{anchor})\n"] = begins.lower().lstrip("'*")
+    lines = sorted(rows, key=rows.__getitem__)
+    return f"{head}{mark}\n{''.join(lines)}\n## {body}"
+
+
 def main() -> int:
-    pages = {"options.md": options_page(), "stores.md": stores_page()}
+    pages = {
+        "options.md": options_page(),
+        "stores.md": stores_page(),
+        "troubleshooting.md": troubleshooting_page(),
+    }
     stale = [name for name, text in pages.items() if _read(HERE / name) != text]
     if "--check" in sys.argv:
         for name in stale:
