@@ -22,8 +22,8 @@ from rdzv_plugins.protocol.rules import View
 _LARGE_PART, _FEWEST = 3, 8
 # A document names at most this many accused nodes at once.
 _MOST_NAMED = 64
-# The accused has this many times the seconds by which this node or the accused itself is held up,
-# on a busy host or a slow or far store.
+# The accused has this many times the delay of this node or of the accused itself, on a busy host
+# or a slow or far store.
 _TIMES = 4.0
 
 

@@ -97,7 +97,7 @@ def close_run(
         if not may_close(document):
             return False
         closed = replace(document, phase=Phase.CLOSED, outcome=outcome, cause=Cause(note=why))
-        closed = replace(closed, since=0)  # When it ended stands in the archive.
+        closed = replace(closed, since=0)  # The archive has the time of the end.
         expected = entry.version if entry else None
         entry, written = yield from CompareAndSet(STATE_KEY, closed.encode(), expected)
         if written and entry is not None:
@@ -140,7 +140,7 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
             document = _readable((yield from Read(STATE_KEY)), closed)
             if document is None or not (document.closed and document.is_of(closed)):
                 return
-            # If the store refuses only the tombstone, the id must become free all the same.
+            # If the store refuses only the tombstone, the id must become free too.
             yield from Expire(sweep_after)
         if failure is None:
             break

@@ -103,7 +103,7 @@ class Contact:
 
         Not at once, because a store that comes back may not know all its users yet.
         """
-        now, apart = self._clock(), self._apart  # Another thread may change it meanwhile.
+        now, apart = self._clock(), self._apart  # Another thread may change it.
         since_long = apart is not None and now - apart >= self._rules.interval
         return since_long and now - self._accepted >= self._rules.lease
 

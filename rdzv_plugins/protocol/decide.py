@@ -215,7 +215,7 @@ def _stay_out(view: View) -> Action | None:
         return Wait() if asked else AskTombstone(latest.incarnation)
     if document.leader == view.me and not document.closed:
         return Abdicate(replace(document, leader=None), fails=False)
-    # Tell a drained node now: it may never be fit again, to ask for a round and hear of it then.
+    # Tell a drained node now: it may never be fit to ask for a round, and learn it then.
     return Fail(Failure.DRAINED) if view.me in document.drained else Wait()
 
 
@@ -261,7 +261,7 @@ def _is_behind(document: RoundDocument | None, latest: RoundDocument) -> bool:
     if document is None:
         return True
     if not document.is_of(latest):
-        return True  # A run that is over stands in the place of a living one: see Observer.adopt.
+        return True  # A run that is over replaced a live one: see Observer._is_later.
     return document.place < latest.place
 
 
@@ -443,7 +443,7 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
     others = tuple(it for it in document.accused if it.node != leader)
     asked = [it.beat for it in document.accused if it.node == leader and not it.lost]
     if asked and max(asked) > beat:
-        return None  # Others have seen a later heartbeat, which this node has not read yet.
+        return None  # This node has not read a later heartbeat that others saw.
     if beat not in asked:
         # Keep the leader's name in the document: only its own write would be a sign of life.
         named = Accusation(leader, beat, view.record.label)

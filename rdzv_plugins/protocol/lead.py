@@ -95,7 +95,7 @@ class Lead:
         if document.phase is Phase.CONFIRMING:
             self._gathered = gathered
         if document.excluded:
-            self._carried = ()  # They stand in the document now.
+            self._carried = ()  # The document has them now.
         if before is None or before.leader != self._id:
             # A store that forgot lost the deadline too: renew it once nobody waits for this round.
             self._expires, self._expiry_due = False, self._clock() + self._rules.interval

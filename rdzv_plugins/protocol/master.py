@@ -35,7 +35,7 @@ class Master:
 
     def report(self, world_id: str, result: str | Exception) -> None:
         """Note how an attempt ended; called in any thread."""
-        opening = self._opening  # The node's thread may give it up meanwhile.
+        opening = self._opening  # The node's thread may give it up.
         if opening is not None and opening[0] == world_id:
             self._opened = world_id, result
 

@@ -72,7 +72,7 @@ class Neighbours:
     def report_others(self, others: frozenset[Standing]) -> None:
         """As `Node.report_others`."""
         self._others, self._others_reported = others, True
-        self._hear_others()  # At once: a request may take as long as this node has.
+        self._hear_others()  # At once, because a request may outlast this node's lease.
 
     @property
     def is_reported(self) -> bool:

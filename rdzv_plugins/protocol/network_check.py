@@ -111,7 +111,7 @@ class NetworkCheck:
                 return None
             why = f"rank 0, {first.label}, at {answer[1]}" if answer[1] else ""
             self._found = replace(self._found, first=self._first, unreached=why)
-        self._world_id = None  # Should it confirm the same round once more.
+        self._world_id = None  # It may confirm the same round again.
         return self._found
 
     def _begin(self, document: RoundDocument) -> Effects[None]:

@@ -340,7 +340,7 @@ class Node:
         """Say that this node is in no round, and leave the lead to others."""
         unfit = self.record.unfit if self._orders.unfit is None else self._orders.unfit
         if self._orders.join:
-            unfit = ""  # It is fit again, and leaves before it could say so.
+            unfit = ""  # It is fit again, and has not written that yet.
         self._heartbeat.amend(
             beat=self.record.beat + 1,
             at=int(self._wall()),
@@ -354,7 +354,7 @@ class Node:
             try:
                 yield from self._seen.adopt(entry)
             except RendezvousStateError:
-                return  # Another version's document: this node does not lead there.
+                return  # This node does not lead a run of another version.
             document = self.document
             if document is None or document.leader != self.id or document.closed:
                 return
@@ -427,7 +427,7 @@ class Node:
                 return
         self._waiting = nodes_waiting(view)
         if waits_for_a_living_round(view):
-            self._join.start_over()  # As torch's redundant nodes do.
+            self._join.start_over()  # torch's redundant nodes do so too.
         elif view.is_late and not isinstance(action, _ENDS):
             # It has a rank: the round may be about to run.
             self._join.deadline = seen.document_since + self._rules.lease
@@ -436,8 +436,8 @@ class Node:
         if self._join.waits and isinstance(action, rules.Wait):
             yield from self._tell_what_it_waits_for(view)
         if self._orders.join and isinstance(action, _ENDS):
-            return  # It answers a join that was given up meanwhile; another one was ordered.
-        # Where the write fails, this node does not lead, though it beats and lists.
+            return  # The answer is for a join that was given up; another is ordered.
+        # If the write fails, this node does not lead, although it beats and lists.
         seen.is_to_write = isinstance(action, _DECIDES)
         yield from self._act(action)
         seen.is_to_write = False
@@ -460,7 +460,7 @@ class Node:
                 # Others would wait for a node that beats and may read nothing.
                 yield from seen.read_document()
                 self._reads_first = False
-            self._take_orders()  # Again: what it beats next is not to be outdated.
+            self._take_orders()  # Again, so that the next beat is up to date.
             yield from self._heartbeat.keep_alive(self._lead.last_call)
         yield from seen.observe()
         while seen.unbelieved:
@@ -729,7 +729,7 @@ class Node:
             try:
                 yield from self._stay_out(outcome)
             except (RendezvousConnectionError, RendezvousStateError):
-                # The others wait for this node's lease; its agent learns the outcome all the same.
+                # The others wait for this node's lease; its agent learns the outcome anyway.
                 self._seen.read_again(document=True, records=True)
         yield from FinishJoin(outcome)
 
@@ -766,7 +766,7 @@ class Node:
         outages = seen.outages
         for digest, values in shards.items():
             if digest not in seen.stored:
-                # Before the document names them, so that its readers find them.
+                # Readers of the document must find them.
                 yield from PutShards(values)
         if seen.outages != outages:
             return False  # Decide again: nobody is lost by what was seen before an outage.
@@ -797,7 +797,7 @@ class Node:
     def _wait(self, seconds: float | None) -> Effects[None]:
         """Wait for a change, the next beat or ``seconds``; but first do what nobody waits for."""
         if self.ordered or self._master.is_reported:
-            return  # The driver may have ended its waits for this before this wait began.
+            return  # The driver may have ended a wait for this before this wait began.
         neighbours = self._neighbours
         if neighbours.is_asked or (yield from self._lead.tidy_up()):
             return
@@ -816,7 +816,7 @@ class Node:
         seen = self._seen
         until_beat = self._heartbeat.seconds_left
         if seen.closed or not self._beats:
-            until_beat = self._rules.interval  # There is no beat to be late for.
+            until_beat = self._rules.interval  # No beat is due.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
         if seen.misses_its_rank and self._clock() - seen.document_since < self._rules.interval:
             timeout = min(timeout, _MISSING_SHARD_PAUSE)

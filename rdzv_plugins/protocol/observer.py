@@ -55,11 +55,11 @@ def with_rank(
     document: RoundDocument,
     node: str,
     known: Mapping[str, dict[str, int]],
-    held_with: dict[str, tuple[str, ...]] | None = None,
+    shard_nodes: dict[str, tuple[str, ...]] | None = None,
 ) -> Effects[RoundDocument]:
     """The document with the node's rank, if its nodes are in shards that can be read.
 
-    ``known`` has ranks by digest. ``held_with`` is filled with the nodes of each read shard.
+    ``known`` has ranks by digest. ``shard_nodes`` is filled with the nodes of each read shard.
     """
 
     def ranked(shards: Shards | None) -> Effects[Shards | None]:
@@ -71,8 +71,8 @@ def with_rank(
             part = ranks_in(entry)
             if part is not None:
                 ranks = {node: part[node]} if node in part else {}
-                if held_with is not None:
-                    held_with[shards.digest] = tuple(sorted(part, key=part.__getitem__))
+                if shard_nodes is not None:
+                    shard_nodes[shards.digest] = tuple(sorted(part, key=part.__getitem__))
         return replace(shards, ranks=ranks)
 
     roster = yield from ranked(document.roster)
@@ -90,7 +90,7 @@ class Observer:
         clock: the node's monotonic clock, in seconds.
 
     Attributes:
-        document: as last read; with all its nodes where this node leads, else with its own rank.
+        document: as last read; with all its nodes after a listing, before that with its own rank.
         arriving: a document that was read, while this node still reads its own rank in it.
         token: the version of the document's key as last read.
         stored: the keys of the shards of that document, by digest.
@@ -144,14 +144,14 @@ class Observer:
         self._records_due = True
         # Whether this node lists all records although it does not lead.
         self._lists = False
-        self._runs: str | None = None  # The world_id of the round that `running_since` is of.
-        self._grew: tuple[str, int] | None = None  # The document that `grown_since` is of.
-        self._leader_is: str | None = None  # The node whose record `leader` is.
+        self._runs: str | None = None  # The world_id of the round of `running_since`.
+        self._grew: tuple[str, int] | None = None  # Incarnation and round of `grown_since`.
+        self._leader_is: str | None = None  # The id of the node of `leader`.
         self._listing = RecordCache(rules.lease)
         # This node's rank by the shards' digest, for the last _RANKS_KEPT rosters.
         self._ranks: dict[str, dict[str, int]] = {}
         # The nodes of this node's shard in the same rosters, in rank order.
-        self._held_with: dict[str, tuple[str, ...]] = {}
+        self._shard_nodes: dict[str, tuple[str, ...]] = {}
         # The keys of shards of earlier documents, by digest.
         self._outdated: dict[str, list[str]] = {}
         # A newcomer has waited long enough, and may overwrite an unreadable document.
@@ -270,11 +270,11 @@ class Observer:
         self._document_due = False
 
     def _with_own_rank(self, document: RoundDocument) -> Effects[RoundDocument]:
-        document = yield from with_rank(document, self._me, self._ranks, self._held_with)
+        document = yield from with_rank(document, self._me, self._ranks, self._shard_nodes)
         for shards in document.rosters:
             if shards.ranks is not None:
                 self._ranks[shards.digest] = shards.ranks
-        for kept in (self._ranks, self._held_with):
+        for kept in (self._ranks, self._shard_nodes):
             while len(kept) > _RANKS_KEPT:
                 del kept[next(iter(kept))]
         return document
@@ -282,7 +282,7 @@ class Observer:
     def ring(self, document: RoundDocument) -> tuple[str, ...]:
         """The participants among which this node has links, in rank order: all, or its shard."""
         if document.roster is not None:
-            return self._held_with.get(document.roster.digest, ())
+            return self._shard_nodes.get(document.roster.digest, ())
         return shard_mates(document, self._me, self._rules.inline)
 
     def take_outdated(self) -> list[str]:

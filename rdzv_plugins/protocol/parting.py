@@ -248,7 +248,7 @@ def close_as_member(
     """
     last, latest = service.last, node.latest
     if last is not None and latest is not None and not latest.is_of(last):
-        latest = last  # The other was founded since the store lost this one, and goes on.
+        latest = last  # The store lost this run; the latest one was founded since, and goes on.
 
     def may_close(now: RoundDocument) -> bool:
         follows = last is not None and now.is_of(last) and now.round == last.round + 1

@@ -154,7 +154,7 @@ def naming_participants(at: Situation) -> RoundDocument:
     # `Situation.gone` includes nodes that had asked for this round and were lost since.
     cause = amended(document.cause, records, at.gone, at.gone_by).plus(failed=failed)
     left_over = [records[node].label for node in survivors if node not in taken]
-    if left_over or cause.held:  # Also of rounds since the last one that ran.
+    if left_over or cause.held:  # cause.held is from rounds that never ran.
         cause = replace(
             cause, held=cause.held.without(set(labels(records, chosen))).plus(left_over)
         )

@@ -96,7 +96,7 @@ class Rules:
             try:
                 value = msgspec.convert(text, type(getattr(known, name)), strict=False)
             except msgspec.ValidationError:
-                continue  # It stands in the store, and is not ours to trust.
+                continue  # Stored values are not trusted.
             known = replace(known, **{name: value})
         return known
 

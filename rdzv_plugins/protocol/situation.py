@@ -335,7 +335,7 @@ def nodes_waiting(view: View) -> int:
     if not document.is_of(member):
         return int(member.incarnation in view.asked_tombstones)
     if document.place < latest.place:
-        return 0  # The store forgot; the nodes of the living round write it back.
+        return 0  # The store forgot; nodes write the document back.
     ended = document.round > member.round or document.world_id != member.world_id
     return to_join_again(document) if ended else 0
 

@@ -28,4 +28,4 @@ def _time(seconds: float) -> datetime | None:
     try:
         return datetime.fromtimestamp(seconds, UTC) if seconds else None
     except (OverflowError, OSError, ValueError):
-        return None  # It stands in the store, and is not ours to trust.
+        return None  # Stored values are not trusted.

@@ -1,7 +1,7 @@
 """The sentences about a run: what it does and waits for, and a node's remarks. Pure functions.
 
-A leader sees all records and names whom it misses. Another node sees the document alone and says
-what that says. An observer that is no node sees all records, and whose heartbeats stand still.
+A leader sees all records and names the missing nodes. Another node sees only the document. An
+outside observer sees all records, and whether heartbeats stand still.
 """
 
 from __future__ import annotations

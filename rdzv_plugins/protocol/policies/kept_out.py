@@ -113,7 +113,7 @@ def describe(exclusion: Exclusion, now: float, done: str = "excluded") -> str:
         try:
             at = datetime.fromtimestamp(exclusion.until, UTC)
         except (OverflowError, OSError, ValueError):
-            at = None  # It stands in the store, and is not ours to trust.
+            at = None  # Stored values are not trusted.
         if at is not None:
             shape = "%H:%M UTC" if exclusion.until - now < _DAY else "%Y-%m-%d %H:%M UTC"
             until = f" until {at.strftime(shape)}"

@@ -128,7 +128,7 @@ def verdict_on(document: RoundDocument, records: Mapping[str, NodeRecord], rules
     that fails again, between nodes that are well otherwise, does not delay the round.
     """
     was, first = document.faults, document.participants[0]
-    # Use what they have found, not this node's options: all nodes but the leader may have set them.
+    # Not by this node's options: every node but the leader may have set them.
     found = {node: it for node in document.participants if (it := records[node].found)}
     failed = [(node, it.partner) for node, it in found.items() if it.why]
     cut = [(node, first) for node, it in found.items() if it.unreached]
