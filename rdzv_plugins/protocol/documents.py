@@ -500,7 +500,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return other is not None and self.incarnation == other.incarnation
 
     def names(self, node: str) -> bool:
-        """Whether the run counts on the node: it is in this or the last round, as far as was read."""
+        """Whether the run counts on the node, in this or the last round, as far as was read."""
         return node in self.ranks or node in self.old_ranks
 
     @property

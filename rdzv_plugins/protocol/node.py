@@ -99,7 +99,7 @@ class Node:
         join_timeout: seconds within which a join must end in a round; for a spare they begin when
             the round for which it waits has ended.
         chance: the source of its random share and of incarnations.
-        wall: this host's wall clock, in seconds since the epoch; only exclusions depend on it.
+        wall: as `View.wall`.
 
     Attributes:
         closing: this node is closing the run. Do not stop it now: the first step ends all agents,

@@ -37,6 +37,8 @@ class Rules:
         sweep_after: how long the keys of a closed run stay.
         abandoned: how long the keys of a run without a leader stay.
         replacement: how long a restart waits for a replacement of a lost node; None: ``last_call``.
+        quarantine_after: rounds that a host may end within ``quarantine_window`` before it is kept
+            out; 0: any number; None: three, and only losses count.
         inline: the most node ids that the document holds itself; a larger round is split into
             shards of about this size.
         node_unit: the number of nodes of a round is a multiple of it.
@@ -111,9 +113,7 @@ class Rules:
 
     @property
     def outage(self) -> float:
-        """Seconds without an answer after which the store counts as away; a slow store answers
-        sooner.
-        """
+        """Seconds without an answer after which the store counts as away, and not as slow."""
         return max(self.interval, self.lease / 3)
 
 
@@ -153,7 +153,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         enough_for: seconds since this leader first counted ``min_nodes`` ready nodes; None: fewer.
         share: this node's random share of an interval, in [0, 1).
         fresh: the incarnation to use if this node founds a run.
-        wall: this host's wall clock, in seconds since the epoch; only exclusions depend on it.
+        wall: this host's wall clock, in seconds since the epoch: exclusions and quarantines end by
+            it, and fencing tokens and editions count its milliseconds.
         carried: for a leader, the exclusions of earlier runs of the id; None: not read.
         checks: this node checks its network before it confirms its rank.
         opening_for: seconds since this node, rank 0, began to open its TCPStore; None: it opens
