@@ -80,7 +80,7 @@ class Driver:
         watchers: of the node's effects.
         dial: carries out a dial of another node, and returns the seconds that it took; called in a
             thread of its own. None: no node asks for that.
-        hold_links: has links to these nodes and to no others, ``address:port`` by id, and says this
+        keep_links: has links to these nodes and to no others, ``address:port`` by id, and says this
             over them; returns at once. None: this node has none.
     """
 
@@ -93,7 +93,7 @@ class Driver:
         run_id: str,
         watchers: Sequence[Watcher] = (),
         dial: Callable[[effects.DialPeer], float] | None = None,
-        hold_links: Callable[[dict[str, str], Standing], None] | None = None,
+        keep_links: Callable[[dict[str, str], Standing], None] | None = None,
     ) -> None:
         self._node = node
         self._watchers = watchers
@@ -106,7 +106,7 @@ class Driver:
         # The last of each kind, and earlier ones that still hang, as in name resolution.
         self._asides: list[_Aside] = []
         self._dial = dial
-        self._hold_links = hold_links
+        self._keep_links = keep_links
         # For the archive: since when a record is to be written, when it was so, and the record.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
         self._stopping = threading.Event()
@@ -306,9 +306,9 @@ class Driver:
                 return self._deliver(outcome)
             case effects.Begin():
                 return self._beside(request)
-            case effects.HoldLinks(peers, standing):
-                if self._hold_links is not None:
-                    self._hold_links(dict(peers), standing)
+            case effects.KeepLinks(peers, standing):
+                if self._keep_links is not None:
+                    self._keep_links(dict(peers), standing)
                 return None
             case effects.Tell():
                 return self._log.tell(request)

@@ -215,7 +215,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             run_id,
             self._watchers,
             self._dial,
-            self._hold_links if has_links else None,
+            self._keep_links if has_links else None,
         )
         _tell_of_retries(store, self._driver)
         self._fitness = Fitness(
@@ -776,7 +776,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             answer(listener, node_id)
         return listener
 
-    def _hold_links(self, peers: dict[str, str], standing: Standing) -> None:
+    def _keep_links(self, peers: dict[str, str], standing: Standing) -> None:
         if self._links is not None:
             self._links.hold(peers, standing)
 

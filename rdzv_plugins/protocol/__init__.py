@@ -20,7 +20,7 @@ makes a request of each effect that asks the store::
                         node.finished(effect, "127.0.0.1:29500")
                     case effects.DialPeer():
                         node.finished(effect, 0.0)
-                    case effects.HoldLinks():
+                    case effects.KeepLinks():
                         pass
                     case effects.Tell(about, text):
                         print(f"{about}: {text}")
@@ -42,7 +42,7 @@ What each effect asks, and its answer:
   `RecordHistory` and `Register` (rounds and runs, for people): None.
 - `OpenMaster` and `DialPeer`, each a `Begin`: None, at once or soon.
   The driver calls `Node.finished` when the work has ended, in any thread.
-- `HoldLinks` (connections to other nodes): None, at once. The driver calls `Node.report_gone` if
+- `KeepLinks` (connections to other nodes): None, at once. The driver calls `Node.report_gone` if
   the process at the other end has ended, `Node.report_back` if it answers after all, and
   `Node.report_others` with what the other ends say of themselves. A driver may keep no links.
 - `Tell` (a line for people), `FinishJoin` (release the agent that waits for a round): None.

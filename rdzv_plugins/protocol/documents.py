@@ -413,6 +413,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         lost: lost participants of a running round that goes on without them.
         evicted: live nodes whose workers may still run, and for which no round waits.
         waiting: how many nodes waited when the document was written.
+        cause: why the round forms; of a closed run, why it was closed.
         finishing: a participant's workers succeeded, so no newcomer is let in.
         expires: of a closed run: its keys expire after ``closed_ttl``.
         ran: `world_id` of the round that runs. It stays until the next round has its participants,

@@ -173,7 +173,7 @@ class ReadTombstone(Effect[Outcome | None], frozen=True):
     incarnation: str
 
 
-class HoldLinks(Effect[None], frozen=True):
+class KeepLinks(Effect[None], frozen=True):
     """Keep links to exactly these nodes, each with its ``address:port``.
 
     ``standing`` is what this node says of itself over all its links. When links tell something, the
@@ -252,7 +252,7 @@ class FinishJoin(Effect[None], frozen=True):
 
 LOCAL = frozenset(
     (
-        Rest, OpenMaster, DialPeer, HoldLinks, Register, ReadExclusions,
+        Rest, OpenMaster, DialPeer, KeepLinks, Register, ReadExclusions,
         Tell, FinishJoin,
     )
 )  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable
 
 from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.documents import Accusation, Phase, RoundDocument
-from rdzv_plugins.protocol.effects import Effects, HoldLinks
+from rdzv_plugins.protocol.effects import Effects, KeepLinks
 from rdzv_plugins.protocol.heartbeat import Heartbeat
 from rdzv_plugins.protocol.join import Join
 from rdzv_plugins.protocol.observer import Observer
@@ -81,7 +81,7 @@ class Neighbours:
 
     # In the thread that drives the node.
 
-    def say(self, standing: Standing) -> HoldLinks | None:
+    def say(self, standing: Standing) -> KeepLinks | None:
         """The links with this node's standing if that is news, else None."""
         if not self._heartbeat.record.link or standing is self._said:
             return None
@@ -182,7 +182,7 @@ class Neighbours:
             return None
         return document.world_id, leader if self._leads_shard else None
 
-    def hold_links(self) -> Effects[None]:
+    def keep_links(self) -> Effects[None]:
         """Keep links to both neighbours in the round, and past gone neighbours to the next ones."""
         confirmed, accused = self._seen.confirmed, dict(self._heartbeat.record.accuses)
         links_for, before = self._links_for(), self._links
@@ -223,9 +223,9 @@ class Neighbours:
         self._contact.hear(self._others if stand else (*self._others, Standing.ACCEPTED))
 
     @property
-    def _links(self) -> HoldLinks:
+    def _links(self) -> KeepLinks:
         known = tuple((node, it) for node, it in self._endpoints.items() if it is not None)
-        return HoldLinks(known, self._said)
+        return KeepLinks(known, self._said)
 
 
 def _as_far_as(nodes: Iterable[str], accused: Container[str]) -> list[str]:

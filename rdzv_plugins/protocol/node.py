@@ -43,8 +43,8 @@ from rdzv_plugins.protocol.effects import (
     Drop,
     Effects,
     FinishJoin,
-    HoldLinks,
     JoinOutcome,
+    KeepLinks,
     OpenMaster,
     Park,
     PutRecord,
@@ -303,7 +303,7 @@ class Node:
 
     # For the thread that drives.
 
-    def news_for_others(self) -> HoldLinks | None:
+    def news_for_others(self) -> KeepLinks | None:
         """What to say over links now; said even while a request goes on, because others decide by
         it.
         """
@@ -803,7 +803,7 @@ class Node:
             return
         until_links = neighbours.seconds_left
         if until_links <= 0:
-            yield from neighbours.hold_links()
+            yield from neighbours.keep_links()
             return
         document = self.document
         leads = document is not None and document.leader == self.id and not document.closed

@@ -969,7 +969,7 @@ class Host:
                 if request.warns:
                     self.world.inject(f"told: {request.about}")
                 continue
-            if isinstance(request, effects.HoldLinks):
+            if isinstance(request, effects.KeepLinks):
                 answer = None
                 peers = tuple(node for node, _ in request.peers)
                 self.world.connections.hold(self, peers, request.standing)
@@ -1297,7 +1297,7 @@ def _shows_no_news(
 _LOCAL = (
     effects.Rest
     | effects.Begin
-    | effects.HoldLinks
+    | effects.KeepLinks
     | effects.Register
     | effects.Tell
     | effects.FinishJoin

@@ -21,7 +21,7 @@ __all__ = ["Crowd", "Member"]
 
 _REQUEST = 0.001
 
-_AT_ONCE = effects.FinishJoin | effects.HoldLinks | effects.Tell | effects.Begin
+_AT_ONCE = effects.FinishJoin | effects.KeepLinks | effects.Tell | effects.Begin
 
 
 class Member(Life):

@@ -146,7 +146,7 @@ class Life:
                 return self.outcomes.append(outcome)
             case effects.Register():
                 return None
-            case effects.HoldLinks(peers, standing):
+            case effects.KeepLinks(peers, standing):
                 self.links, self.standing = dict(peers), standing
                 return None
             case effects.Tell(_, text):

@@ -128,7 +128,7 @@ REQUESTS: dict[type, tuple[Any, list[str]]] = {
     effects.Drop: (effects.Drop(("nodes/n2",)), ["delete_many"]),
     effects.Park: (effects.Park("state", None, 0.001), ["wait"]),
     effects.Rest: (effects.Rest(0.001), []),
-    effects.HoldLinks: (effects.HoldLinks((("n2", "host:1"),)), ["hold"]),
+    effects.KeepLinks: (effects.KeepLinks((("n2", "host:1"),)), ["hold"]),
     effects.OpenMaster: (effects.OpenMaster("1-world_id", 0.05), ["open"]),
     effects.ReadExclusions: (effects.ReadExclusions(), ["get_many", "close"]),
     effects.DialPeer: (effects.DialPeer("1-world_id 1", 0.05, "n2", "host:1", True, 1.0), ["dial"]),
@@ -165,7 +165,7 @@ def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
         noted.append("hold")
 
     of = node, client, archive(noted), open_master, "test"
-    return Driver(*of, dial=dial, hold_links=hold)
+    return Driver(*of, dial=dial, keep_links=hold)
 
 
 def test_every_request_is_carried_out() -> None:
