@@ -7,24 +7,23 @@ surviving nodes then end a job that could continue.
 The rule for a node whose workers failed in a round of this package's handler:
 
 1. The node is alone in its round: the failure is its own.
-2. ``num_nodes_waiting()`` says that the round is over: a peer was lost, left or restarts. The
-   failure follows from that and does not count; the workers start again in the next round.
-3. The run was closed: a peer ended the job. This node ends too, with its failure; or with status 93
-   where the run was closed for ``no_progress_rounds``.
-4. Otherwise the node waits. It reports in the round's store that its workers failed. The node that
-   reported first names the cause as soon as all other nodes have reported too (a lost node never
-   reports), or, if peers hang in a collective, after the time within which a loss would show. The
-   cause is this first node, unless only the workers of other nodes were killed (SIGKILL, for
-   example out of memory): no peer's failure does that.
-5. The failure of the node that is the cause counts: its agent restarts its workers or ends the
-   run. The failures of the other nodes follow from that. They wait for the restart or the end, and
-   count their own failure only if neither comes.
+2. ``num_nodes_waiting()`` says that the round is over, because a peer was lost, left or restarts.
+   The failure follows from that and does not count; the workers start again in the next round.
+3. The run was closed by a peer. This node ends with its failure, or with status 93 if the run was
+   closed for ``no_progress_rounds``.
+4. Otherwise the node reports the failure in the round's store, and waits. The node that reported
+   first names the cause once all other nodes have reported; a lost node never does. If peers hang
+   in a collective, it names the cause after the time within which a loss would show. The cause is
+   the first node, or a node whose workers were killed (SIGKILL, for example out of memory) if the
+   first node's were not, because no peer's failure kills workers.
+5. The failure of the cause counts: its agent restarts its workers or ends the run. The other nodes
+   wait for that, and count their own failure only if neither comes.
 
 Hence a script that always fails ends the job at once, a job whose node was killed continues, and a
-failure that ends the workers of all nodes counts once, on one node. Nothing shows whether the other
-nodes failed because of it or on their own: with ``--max-restarts=K`` a script that always fails is
-tried up to K times per node. Agents check their workers ten times a second
-(``--monitor-interval``): where failures are closer together, any may be taken for the first.
+failure that ends all workers counts once, on one node. With ``--max-restarts=K`` a script that
+always fails is tried up to K times per node, because the other nodes' failures look the same as
+failures that follow from the first. Agents check their workers ten times a second
+(``--monitor-interval``), so the order of closer failures is unknown.
 
 Time in which the store does not answer does not count, because the leader cannot decide either.
 With ``restart_on_loss=false`` a loss ends no round, and failures that follow from it count.
@@ -64,24 +63,20 @@ from rdzv_plugins.stores import is_store
 
 log = logging.getLogger(__name__)
 
-# torch has so long to take note of the end of a worker; one that hangs in the kernel has none.
+# How long torch may take to reap a stopped worker; a worker that hangs in the kernel never ends.
 _REAP_SECONDS = 1
-
-# A waiting agent checks its handler's state in memory this often, in seconds.
+# How often a waiting agent checks its handler's state in memory.
 _LOOK_SECONDS = 0.05
-
-# Time-out of one request to the store, and the pause before the next.
+# The time-out of a request to the store, and the pause before the next request.
 _STORE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.2
-
-# Time for the node that is the cause to stop its workers, and to rejoin or to close the run.
+# How long the node that is the cause may take to stop its workers, and to rejoin or close the run.
 _DECISION_SECONDS = 5.0
-
 # After a longer outage of the store the failure counts, as after c10d's own time-out.
 _LONGEST_OUTAGE = 300.0
 
-# Keys in the store of a round: each node's report of its failure, by rank; the rank of the node
-# that reported first; and the rank of the node that is the cause.
+# Keys in the round's store: each node's report of its failure, by rank; the rank of the node that
+# reported first; and the rank of the cause.
 _FAILED = "rdzv/failed/"
 _FIRST = "rdzv/first"
 _CAUSE = "rdzv/cause"
@@ -91,13 +86,12 @@ _KILLED = b"killed"
 class RunAgent(LocalElasticAgent):
     """torch's agent, with the rule of this module for this package's handler.
 
-    It uses private names of torch; ``tests/handlers/test_agent.py`` fails when torch changes them.
     torch has no public way to exclude a failure from the count, so this class overrides
-    `_monitor_workers`, which the agent's loop calls.
+    `_monitor_workers`, which the agent's loop calls. ``tests/handlers/test_agent.py`` fails when
+    torch changes the private names.
     """
 
     _failure: RunResult | None = None
-    # Before the first workers there is none.
     _guard: Guard | None = None
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -123,10 +117,10 @@ class RunAgent(LocalElasticAgent):
         return started
 
     def _stop_all_that_workers_start(self, guard: Guard) -> None:
-        """Stop what workers have started with them, by whatever torch stops them.
+        """Make torch's stop of the workers include the processes that they have started.
 
-        They have as long as ``--shutdown-timeout`` says, which torch heeds only at a signal and at
-        the end; else it kills them after 30 s, as always in an earlier torch without the option.
+        All have ``--shutdown-timeout`` to end; torch itself heeds it only at a signal and at the
+        end, and otherwise kills workers after 30 s, as a torch without the option always does.
         """
         context = self._pcontext
         assert context is not None
@@ -136,7 +130,7 @@ class RunAgent(LocalElasticAgent):
             nonlocal seconds, stopped
             if not stopped and os.path.isdir("/proc/self"):
                 stop(context.pids(), death_sig or signal.SIGTERM, seconds, self._patience)
-                # Their numbers may soon be others'.
+                # Other processes may soon have their pids.
                 guard.watch(())
                 stopped, seconds = True, _REAP_SECONDS
             close(death_sig, seconds)
@@ -144,7 +138,7 @@ class RunAgent(LocalElasticAgent):
         context.close = close_all  # type: ignore[method-assign]
 
     def _patience(self) -> float | None:
-        """As `StoreRendezvousHandler.patience_after_a_loss`; at a signal workers may save."""
+        """See `StoreRendezvousHandler.patience_after_a_loss`; None after a signal."""
         handler = self._worker_group.spec.rdzv_handler
         signalled = isinstance(sys.exception(), SignalException)
         if signalled or not isinstance(handler, StoreRendezvousHandler):
@@ -152,15 +146,15 @@ class RunAgent(LocalElasticAgent):
         return handler.patience_after_a_loss
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """As torch's; HEALTHY for workers whose failure follows from a change of the round.
+        """Like torch's, but HEALTHY if the failure follows from a change of the round.
 
-        The loop then detects the change, stops the remaining workers, and starts all of them in
-        the next round.
+        The loop then detects the change, stops the remaining workers, and starts all in the next
+        round.
         """
         if self._guard is not None:
             self._guard.renew()
         handler = worker_group.spec.rdzv_handler
-        # Keep the first result: failed workers that were stopped may look different later.
+        # Keep the first result, because workers that are stopped later change it.
         result = self._failure or super()._monitor_workers(worker_group)
         if result.state is WorkerState.UNHEALTHY:
             return self._stuck(worker_group)
@@ -175,14 +169,14 @@ class RunAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _stuck(self, worker_group: WorkerGroup) -> RunResult:
-        """A failure for workers in uninterruptible sleep; torch's launcher takes it for success."""
+        """A failure for workers in uninterruptible sleep, which torch's launcher would ignore."""
         pids = self._pcontext.pids() if self._pcontext is not None else {}
-        # torch's own table of them; it begins one that is not there yet.
+        # torch's own table; it may not exist yet.
         stuck = set(getattr(self, "_uninterruptible_state_first_seen", pids.values()))
         failures = {}
         for local_rank, pid in pids.items():
             if pid in stuck:
-                # It has no exit code: it cannot end.
+                # The worker has no exit code, because it cannot end.
                 failure = ProcessFailure(local_rank, pid, exitcode=0, error_file="")
                 failure.message = "in uninterruptible sleep: the kernel, a device or a disk hangs"
                 failures[worker_group.workers[local_rank].global_rank] = failure
@@ -191,66 +185,66 @@ class RunAgent(LocalElasticAgent):
     def _is_own(
         self, worker_group: WorkerGroup, handler: StoreRendezvousHandler, result: RunResult
     ) -> bool:
-        """Whether the failure is this node's own; waits until that is known."""
+        """Wait until it is known whether the failure is this node's own."""
         rank, nodes = worker_group.group_rank or 0, worker_group.group_world_size or 1
-        word: _Word | None = None
+        report: _Report | None = None
         began, pauses = time.monotonic(), Attempts()
         try:
             while True:
-                # In this order: closing the run may show as a change, too.
+                # Ask for the change first, because closing the run may show as a change, too.
                 changed = handler.num_nodes_waiting() > 0
                 if changed and handler.made_no_progress:
-                    return False  # The loop asks for a round, and the agent ends with 93.
+                    return False  # The loop joins again, and the agent ends with status 93.
                 if handler.is_closed():
-                    # No restart: joining again would only replace torch's report of the failure.
+                    # Joining again would only replace torch's report of the failure.
                     self._remaining_restarts = 0
                     return True
                 if changed:
                     return False
-                if nodes == 1 or (word is not None and word.is_own):
+                if nodes == 1 or (report is not None and report.is_own):
                     return True
-                if word is None and time.monotonic() - began > _LONGEST_OUTAGE:
+                if report is None and time.monotonic() - began > _LONGEST_OUTAGE:
                     return True
-                if word is None and not pauses.seconds_left:
+                if report is None and not pauses.seconds_left:
                     if not pauses.failures:
                         log.warning(
                             "the workers of this node failed; its agent waits up to %.0f s to "
                             "learn whether another node is gone",
                             handler.loss_shows_within,
                         )
-                    # torch stops a node's remaining workers by SIGTERM.
+                    # torch stops the remaining workers by SIGTERM.
                     ends = {failure.exitcode for failure in result.failures.values()}
                     killed = -signal.SIGKILL in ends <= {-signal.SIGKILL, -signal.SIGTERM}
                     patience = handler.loss_shows_within
                     try:
-                        it = _Word(
+                        new = _Report(
                             worker_group.store, rank, nodes, killed, patience,
                             lambda: handler.grace_left,
                         )  # fmt: skip
-                        it.start()
-                        word = it
+                        new.start()
+                        report = new
                     except Exception as error:
                         if exhausted(error) is None:
                             raise
                         pauses.fail()  # This host lets no thread start now.
                 time.sleep(_LOOK_SECONDS)
         finally:
-            if word is not None:
-                word.stop()
+            if report is not None:
+                report.stop()
 
 
-class _Word(threading.Thread):
+class _Report(threading.Thread):
     """Reports this node's failure to the other nodes of its round, and learns the cause.
 
-    It is a thread: at a signal torch raises an exception in the agent's thread, at any point, and a
-    store's client might swallow it.
+    A thread, because at a signal torch raises an exception in the agent's thread, which a store's
+    client might swallow.
 
     Args:
         store: of the round; ``Any``, because torch's stubs lack the methods of a Python store.
         rank: of the node among the ``nodes`` of the round.
-        killed: whether its workers were killed and did not fail by themselves.
+        killed: whether a signal killed its workers.
         patience: seconds within which the loss of a node shows.
-        grace_left: seconds until then, since after an outage nodes are given time.
+        grace_left: see `StoreRendezvousHandler.grace_left`.
     """
 
     def __init__(
@@ -263,7 +257,7 @@ class _Word(threading.Thread):
         grace_left: Callable[[], float],
     ) -> None:
         super().__init__(name="rdzv-failure", daemon=True)
-        # A clone with a short time-out: this thread itself waits until an outage ends.
+        # A short time-out, because this thread itself waits until an outage ends.
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._rank = str(rank).encode()
@@ -273,14 +267,14 @@ class _Word(threading.Thread):
         self._grace_left = grace_left
         self._first: bool | None = None
         self._cause: bytes | None = None
-        # When the patience ends; None: the store is unreachable or has no report yet.
+        # When the patience ends; None: the store is unreachable, or has no report yet.
         self._deadline: float | None = None
         self._away_since = time.monotonic()
         self._stopping = threading.Event()
 
     @property
     def is_own(self) -> bool:
-        """Whether the failure of this node counts; False also while that is unknown."""
+        """Whether the failure of this node counts; False while that is unknown."""
         now, deadline = time.monotonic(), self._deadline
         if self._cause is not None and self._cause == self._rank:
             return True
@@ -298,9 +292,9 @@ class _Word(threading.Thread):
         while not self._stopping.is_set() and self._cause is None:
             try:
                 if self._first is None:
-                    self._first = self._say()
-                cause = self._hear()
-                # From the naming on, allow as much time again: that node may be lost first.
+                    self._first = self._send()
+                cause = self._find_cause()
+                # The named node may be lost before it acts, so the patience begins again.
                 if self._deadline is None or cause is not None:
                     self._deadline = time.monotonic() + self._patience
                 self._cause = cause
@@ -309,16 +303,15 @@ class _Word(threading.Thread):
                     self._deadline, self._away_since = None, time.monotonic()
             self._stopping.wait(_PAUSE_SECONDS)
 
-    def _say(self) -> bool:
-        """Report the failure; returns whether this node is the first."""
-        word = _KILLED if self._killed else b"failed"
-        self._store.set(f"{_FAILED}{self._rank.decode()}", word)
+    def _send(self) -> bool:
+        """Report the failure; return whether this node is the first."""
+        self._store.set(f"{_FAILED}{self._rank.decode()}", _KILLED if self._killed else b"failed")
         first: bytes = self._store.compare_set(_FIRST, "", self._rank)
         self._deadline = time.monotonic() + self._patience
         return first == self._rank
 
-    def _hear(self) -> bytes | None:
-        """The rank of the cause, named by the first node or this one; None: not named yet."""
+    def _find_cause(self) -> bytes | None:
+        """The rank of the cause; None: no node has named it yet."""
         if not self._first:
             if not self._are_there([_CAUSE], _STORE_SECONDS):
                 return None
@@ -333,9 +326,9 @@ class _Word(threading.Thread):
             return None
         return self._name_the_cause([key for key in self._everybody if self._store.check([key])])
 
-    def _name_the_cause(self, said: list[str]) -> bytes:
-        words = zip(said, self._store.multi_get(said), strict=True)
-        killed = [key.removeprefix(_FAILED).encode() for key, word in words if word == _KILLED]
+    def _name_the_cause(self, keys: list[str]) -> bytes:
+        reports = zip(keys, self._store.multi_get(keys), strict=True)
+        killed = [key.removeprefix(_FAILED).encode() for key, it in reports if it == _KILLED]
         cause = killed[0] if killed and not self._killed else self._rank
         self._store.set(_CAUSE, cause)
         return cause
@@ -357,7 +350,7 @@ def torchrun(arguments: Sequence[str]) -> None:
     options = run.parse_args(arguments)  # type: ignore[no-untyped-call]
     if hasattr(options, "signals_to_handle"):
         options.signals_to_handle = _without_ignored(options.signals_to_handle)
-    # As torchrun's main function does, which takes no options that are parsed.
+    # As in torchrun's main function, which takes only unparsed arguments.
     launch = record(run.run)
     if options.standalone or not is_store(options.rdzv_backend):
         launch(options)
@@ -369,8 +362,7 @@ def torchrun(arguments: Sequence[str]) -> None:
 def _without_ignored(names: str) -> str:
     """The signals of ``--signals-to-handle`` that this process does not ignore.
 
-    What it ignored from its start, as under nohup, its workers ignore too: torch's handlers would
-    undo that for both.
+    A signal that is ignored from the start, as under nohup, must stay ignored here and in workers.
     """
     ignored = {it.name for it in signal.Signals if signal.getsignal(it) is signal.SIG_IGN}
     return ",".join(name for name in names.split(",") if name.strip() not in ignored)
@@ -378,7 +370,7 @@ def _without_ignored(names: str) -> str:
 
 @contextmanager
 def _in_the_place_of_torchs_agent() -> Iterator[None]:
-    # The launcher has no parameter for the agent's class; it looks the class up by this name.
+    # The launcher has no parameter for the agent's class, and looks it up by this name.
     before, api.LocalElasticAgent = api.LocalElasticAgent, RunAgent  # type: ignore[attr-defined]
     try:
         yield

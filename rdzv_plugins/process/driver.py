@@ -1,4 +1,4 @@
-"""Carries out a node's effects on a store, in one background thread. It decides nothing."""
+"""Carries out a node's effects in one background thread, and makes no decision."""
 
 from __future__ import annotations
 
@@ -40,29 +40,21 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Watcher: TypeAlias = Callable[[effects.Effect[Any], Any, Exception | None], object]
-"""Is shown each effect once it is carried out, with its answer or with why it failed."""
+"""Sees each executed effect, with its answer or its error."""
 
 # After an unforeseen error the node starts over; the pause prevents a busy loop.
 _PAUSE_AFTER_A_BUG = 1.0
-
-# Findings of `KeyValueClient.inspect` that may lose a run, or the password.
-_TOLD_OF_THE_STORE = ("persistence", "eviction", "TLS")
-
-# Not while agents wait for the round and start their workers.
-_NOTED_AFTER_SECONDS = 1.0
-# The ends of the names of the threads that do something beside a node.
-_THREADS = {
-    effects.OpenMaster: "master",
-    effects.DialPeer: "network",
-}
-
-# For how long a record is tried: a store's servers may elect a leader, which takes some 10 s.
+# Findings of `KeyValueClient.inspect` about the loss of a run or of the password.
+_WARNED_FINDINGS = ("persistence", "eviction", "TLS")
+# History is written this much later, after the agents have started their workers.
+_HISTORY_DELAY = 1.0
+# Suffixes of the names of threads beside the node's.
+_THREADS = {effects.OpenMaster: "master", effects.DialPeer: "network"}
+# How long a record of the history is retried; servers that elect a leader need about 10 s.
 _HISTORY_SECONDS = 30.0
-
-# The same refusal is not told sooner again.
+# The shortest time between two log lines with the same refusal.
 _REPEATED_AFTER_SECONDS = 60.0
-
-# glibc's resolver gives a query up after twice 5 s, and may make several of them.
+# glibc's resolver gives up a query after twice 5 s, and may make several.
 _LONGEST_LOOK_UP = 30.0
 
 
@@ -70,18 +62,12 @@ class Driver:
     """The thread that drives a node.
 
     Args:
-        node: whose requests are carried out.
         client: the run's namespace; the driver does not close it.
-        archive: of the run's id.
-        open_master: opens a TCPStore for the round of a world_id and returns its ``address:port``;
-            called in a thread of its own. Raises `RendezvousStateError` if trying again is of no
-            use.
-        run_id: after which the threads are named.
-        watchers: of the node's effects.
-        dial: carries out a dial of another node, and returns the seconds that it took; called in a
-            thread of its own. None: no node asks for that.
-        keep_links: has links to these nodes and to no others, ``address:port`` by id, and says this
-            over them; returns at once. None: this node has none.
+        open_master: opens a TCPStore for the round of a world_id, in a thread of its own, and
+            returns ``address:port``. Raises `RendezvousStateError` if a retry does not help.
+        dial: dials another node, in a thread of its own, and returns the seconds.
+        keep_links: keeps links to exactly these nodes, ``address:port`` by id, and sends them this
+            node's `Standing`; does not block. None: this node has no links.
     """
 
     def __init__(
@@ -103,24 +89,24 @@ class Driver:
         self._log = RunLog(log, run_id, node)
         self._name = f"rdzv-{run_id}"
         self._thread: threading.Thread | None = None
-        # The last of each kind, and earlier ones that still hang, as in name resolution.
+        # The last thread of each kind, and earlier threads that still hang (in name resolution).
         self._asides: list[_Aside] = []
         self._dial = dial
         self._keep_links = keep_links
-        # For the archive: since when a record is to be written, when it was so, and the record.
+        # Records for the archive, each with its monotonic time and its date.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
         self._stopping = threading.Event()
-        # Queues, not conditions: a signal's exception in the main thread could leave a lock held.
+        # Queues, because the exception of a signal could leave a condition's lock held.
         self._nudges: SimpleQueue[None] = SimpleQueue()
         self._outcomes: SimpleQueue[effects.JoinOutcome] = SimpleQueue()
         self._outage_since: float | None = None
-        self._told_of_outage = self._told_of_refusal = False
-        # When each refusal was told last.
+        self._logged_outage = self._logged_refusal = False
+        # When each refusal was logged last.
         self._refusals: dict[str, float] = {}
-        # The outage is this host's, not the store's.
-        self._ran_out = False
-        self._told: str | None = None
-        self._told_of_the_archive = False
+        # Whether this host, not the store, causes the outage.
+        self._host_is_exhausted = False
+        self._last_error: str | None = None
+        self._warned_of_archive = False
         self._inspected = False
 
     @property
@@ -129,27 +115,32 @@ class Driver:
 
     @property
     def outage_seconds(self) -> float:
-        """For how long no request has reached the store; 0: the last one has."""
+        """For how long no request has reached the store; 0: the last request has."""
         since = self._outage_since
         return time.monotonic() - since if since is not None else 0.0
 
     def join(
         self, failed: bool = False, waited: float = 0.0, patience: float = 0.0
     ) -> effects.JoinOutcome:
-        """Order a join and wait for its outcome, which is empty if `stop` came first.
+        """Order a join and wait for its outcome, which is empty after `stop`.
 
-        One caller at a time. The caller only waits and makes no request: at a signal torch raises
-        an exception in it, which a store's client could swallow. An exception withdraws the join.
-        The first two arguments are those of `Node.order_join`. Where this host lets no thread start
-        for ``patience`` seconds, this raises `ExhaustedError`.
+        One caller at a time. The caller makes no request, because at a signal torch raises an
+        exception in it, which a store's client could swallow. An exception withdraws the join.
+
+        Args:
+            failed, waited: see `Node.order_join`.
+            patience: how many seconds this host may let no thread start.
+
+        Raises:
+            ExhaustedError: no thread can start.
         """
         _empty(self._outcomes)
         if self._stopping.is_set():
             return effects.JoinOutcome()
         try:
-            # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
+            # Inside the try, because a signal may come while the thread starts.
             self._node.order_join(failed, waited)
-            self._have_it_taken_up(patience - waited)
+            self._take_up(patience - waited)
             return take(self._outcomes)
         except BaseException:
             self._node.order_withdrawal()
@@ -159,21 +150,21 @@ class Driver:
     def stay_out(self, reason: str, seconds: float) -> effects.JoinOutcome | None:
         """Tell the others that this node is unfit, and wait for ``seconds``.
 
-        Returns early where the run is closed, with the outcome, or once `stop` came, with an empty
-        one. As `join`, for one caller at a time.
+        Returns early, with an outcome, if the run is closed, or after `stop`. One caller at a time.
         """
         _empty(self._outcomes)
         if self._stopping.is_set():
             return effects.JoinOutcome()
         self._node.report_unfit(reason)
-        with suppress(ExhaustedError):  # It is told with the next reason.
-            self._have_it_taken_up(0.0)
+        with suppress(ExhaustedError):  # The next call reports the reason.
+            self._take_up(0.0)
         try:
             return take(self._outcomes, seconds)
         except Empty:
             return None
 
-    def _have_it_taken_up(self, patience: float) -> None:
+    def _take_up(self, patience: float) -> None:
+        """Start the thread if necessary, and wait until it has taken the order."""
         deadline, attempts = time.monotonic() + patience, Attempts()
         while not self.running:
             self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
@@ -188,50 +179,52 @@ class Driver:
             if attempts.fail():
                 self._log.warning(f"{missing} -- what runs goes on, and this node keeps trying")
             with suppress(Empty):
-                # Nobody but `stop` tells of an outcome now, which the caller is to take.
+                # Only `stop` delivers an outcome now; leave it for the caller.
                 self._outcomes.put(take(self._outcomes, attempts.seconds_left))
                 return
         self._nudge_until(self._has_taken_up, 5)
 
     def report_done(self) -> None:
-        """The workers of this node succeeded."""
+        """Report that this node's workers succeeded."""
         self._node.report_done()
         self._nudge()
 
+    # The methods `report_gone` to `note_retry` may be called in any thread.
+
     def report_gone(self, node: str) -> None:
-        """The process of this node has ended, as far as a link tells; from any thread."""
+        """Report that a link says that this node's process has ended."""
         self._node.report_gone(node)
         self._nudge()
 
     def report_back(self, node: str) -> None:
-        """It answers after all; from any thread."""
+        """Report that a node that seemed gone answers."""
         self._node.report_back(node)
         self._nudge()
 
     def report_others(self, others: frozenset[Standing]) -> None:
-        """What they say of themselves over links; from any thread."""
+        """Report the state of other nodes, from their links."""
         self._node.report_others(others)
         self._nudge()
 
     def note_retry(self) -> None:
-        """The client makes a request again; from any thread."""
+        """Report that the client repeats a request."""
         self._node.note_retry()
         if self._thread is threading.current_thread() and (news := self._node.news_for_others()):
             self._perform(news)
 
     def allow_growth(self) -> None:
-        """The workers of this node say that now is a good moment to let newcomers in."""
+        """Report that this node's workers allow newcomers now."""
         self._node.allow_growth()
         self._nudge()
 
     def stop(self, seconds: float) -> None:
-        """End the thread, for good; after ``seconds`` it is left to end by itself."""
+        """End the thread for good; wait for it for ``seconds`` at most."""
         self._stopping.set()
         self._outcomes.put(effects.JoinOutcome())
         self._nudge_until(lambda: not self.running, seconds)
 
     def await_masters(self, seconds: float) -> None:
-        """Wait until no TCPStore is being opened; what takes longer, the end of the process awaits.
+        """Wait until no TCPStore is being opened, here or, after ``seconds``, at exit.
 
         TCPStore's C++ aborts the process if the interpreter ends first.
         """
@@ -246,7 +239,7 @@ class Driver:
         return self._stopping.is_set() or not self._node.ordered
 
     def _nudge_until(self, done: Callable[[], bool], seconds: float) -> None:
-        # An interrupt that comes just before the thread parks wakes nothing: repeat it.
+        # Repeat the interrupt, because one that comes just before the thread parks has no effect.
         deadline = time.monotonic() + seconds
         pause = 0.001
         while not done() and time.monotonic() < deadline:
@@ -256,7 +249,7 @@ class Driver:
             pause = min(2 * pause, 0.1)
 
     def _nudge(self) -> None:
-        """End the thread's `Park` or `Rest`, and whatever else waits in the store."""
+        """End the thread's `Park` or `Rest`, and every other wait in the store."""
         self._nudges.put(None)
         self._client.interrupt()
 
@@ -266,7 +259,7 @@ class Driver:
             try:
                 self._drive(watched(self._node.run(), self._watchers), missing)
             except Exception as error:
-                # In the node itself, which bears it as soon as it can.
+                # The restarted node's first request fails with the error of an exhausted host.
                 if (missing := exhausted(error)) is None:
                     log.exception(
                         "this node's rendezvous met an unforeseen error, and starts over; please "
@@ -278,7 +271,7 @@ class Driver:
             self._note(math.inf)
 
     def _drive(self, life: effects.Effects[None], failed: Exception | None = None) -> None:
-        """Carry out ``life``; ``failed``: what its first request is answered with."""
+        """Carry out ``life``; ``failed`` is the answer to its first request."""
         request = next(life)
         over = False
         while self._node.closing or not self._stopping.is_set():
@@ -297,7 +290,7 @@ class Driver:
                 failed = None
             was_over, over = over, self._node.over
             if over and not was_over:
-                # The agent may wait in its c10d store for nodes that are gone.
+                # End the agent's wait in its c10d store for nodes that are gone.
                 self._client.interrupt()
 
     def _perform(self, request: effects.Effect[Any]) -> Any:
@@ -316,8 +309,8 @@ class Driver:
                 self._to_note.append((time.monotonic(), datetime.now(UTC), record))
                 return None
             case effects.Park(key, version, seconds) if self._to_note:
-                self._note(time.monotonic() - _NOTED_AFTER_SECONDS)
-                quiet = _NOTED_AFTER_SECONDS if self._to_note else math.inf
+                self._note(time.monotonic() - _HISTORY_DELAY)
+                quiet = _HISTORY_DELAY if self._to_note else math.inf
                 return self._client.wait(key, version, min(seconds, quiet))
             case effects.Rest(seconds):
                 _empty(self._nudges)
@@ -327,9 +320,9 @@ class Driver:
         return perform(self._client, self._archive, request)
 
     def _note(self, since: float) -> None:
-        """Write to the archive what is to be written since then, and not for 30 s already.
+        """Write the records from before ``since`` to the archive; drop those that keep failing.
 
-        The first time, the store is inspected too, so that the log of the leader warns of it.
+        The first time, also warn of the store; only a leader has records.
         """
         while self._to_note and self._to_note[0][0] <= since:
             begun, at, record = self._to_note[0]
@@ -340,8 +333,8 @@ class Driver:
                 refused = isinstance(failure, AccessDeniedError) or not store_is_away(failure)
                 if not refused and time.monotonic() - begun < _HISTORY_SECONDS:
                     return
-                if not self._told_of_the_archive:
-                    self._told_of_the_archive = True
+                if not self._warned_of_archive:
+                    self._warned_of_archive = True
                     self._log.warning(
                         f"this node cannot write the history of the run, which training does not "
                         f"need: {failure}"
@@ -352,19 +345,16 @@ class Driver:
                 self._warn_of_the_store()
 
     def _warn_of_the_store(self) -> None:
-        """Log what may lose the run, or its password.
-
-        A store that does not answer now is told of elsewhere, and odd answers by `rdzv check`.
-        """
-        with suppress(Exception):
+        """Log findings about the loss of the run or of its password."""
+        with suppress(Exception):  # `_note_failure` reports an outage.
             for finding in self._client.inspect():
-                if finding.mark is Mark.WARNING and finding.what in _TOLD_OF_THE_STORE:
+                if finding.mark is Mark.WARNING and finding.what in _WARNED_FINDINGS:
                     self._log.warning(f"{self._client.name}: {finding.line}")
 
     def _beside(self, begun: effects.Begin) -> None:
-        """Do it in a thread of its own, unless that goes on; wait for it as long as it says.
+        """Begin the work in a thread, unless it is under way, and wait for ``begun.seconds``.
 
-        If it takes longer, its thread ends the node's wait once it is done.
+        If the work takes longer, its thread ends the node's wait when it is done.
         """
         kind = type(begun)
         mine = next((it for it in reversed(self._asides) if type(it.begun) is kind), None)
@@ -413,22 +403,22 @@ class Driver:
     def _note_failure(self, error: Exception) -> None:
         """Log a failure once, however often it repeats."""
         if isinstance(error, ExhaustedError) and self._outage_since is None:
-            self._ran_out = True
+            self._host_is_exhausted = True
         if isinstance(error, RendezvousStateError):
-            # The store answers: what it holds, or this host, is at fault.
-            if str(error) != self._told:
+            # The store answers, so this is no outage.
+            if str(error) != self._last_error:
                 self._log.error(str(error))
-            self._told = str(error)
+            self._last_error = str(error)
             return
         denied, now = isinstance(error, AccessDeniedError), time.monotonic()
         if self._outage_since is None:
             self._outage_since = now
-        elif self._told_of_refusal or (self._told_of_outage and not denied):
+        elif self._logged_refusal or (self._logged_outage and not denied):
             return
         text = str(error)
         if denied and now - self._refusals.get(text, -math.inf) < _REPEATED_AFTER_SECONDS:
-            return  # One request alone is refused, again and again, and others are not.
-        self._told_of_outage, self._told_of_refusal = True, denied
+            return  # The store keeps refusing one request, and accepts others.
+        self._logged_outage, self._logged_refusal = True, denied
         if denied:
             self._refusals[text] = now
             self._log.warning(
@@ -447,20 +437,20 @@ class Driver:
         if self._outage_since is None or type(request) in effects.LOCAL:
             return
         seconds = time.monotonic() - self._outage_since
-        if self._ran_out:
+        if self._host_is_exhausted:
             self._log.warning(f"this node can ask the store again after {seconds:.1f} s")
-        elif self._told_of_outage:
+        elif self._logged_outage:
             self._log.warning(f"the store is back after {seconds:.1f} s")
-        self._outage_since, self._ran_out = None, False
-        self._told_of_outage = self._told_of_refusal = False
+        self._outage_since, self._host_is_exhausted = None, False
+        self._logged_outage = self._logged_refusal = False
 
 
 class _Aside:
-    """A thread of its own beside the one that beats; the node asked for the last of each kind.
+    """Work in a thread beside the node's.
 
     Attributes:
-        done: set when it is done, or has failed.
-        late: whether the node no longer waits for it.
+        done: set when the work is done or has failed.
+        late: whether the node no longer waits for the work.
     """
 
     def __init__(self, begun: effects.Begin, work: Callable[[_Aside], None], name: str) -> None:
@@ -471,7 +461,7 @@ class _Aside:
 
 
 def perform(client: KeyValueClient, archive: Archive, request: effects.Effect[Any]) -> Any:
-    """Carry out one effect with one call on the store; `effects.Tell` is not for a store."""
+    """Carry out an effect on the store."""
     match request:
         case effects.Park(key, version, seconds):
             return client.wait(key, version, seconds)
@@ -513,7 +503,7 @@ def carry_out(
     work: Generator[effects.Effect[Any], Any, T],
     tell: Callable[[effects.Tell], None],
 ) -> T:
-    """Drive ``work`` to its end in the calling thread; raises what it makes of a failed request."""
+    """Drive ``work`` to its end in the calling thread; raises the errors of ``work``."""
     answer: Any = None
     error: Exception | None = None
     while True:
@@ -538,7 +528,7 @@ def carry_out(
 def watched(
     work: Generator[effects.Effect[Any], Any, T], watchers: Sequence[Watcher]
 ) -> Generator[effects.Effect[Any], Any, T]:
-    """``work``, whose effects the watchers see; what one raises is logged and harms nothing."""
+    """``work``, with watchers of its effects; their errors are logged and have no effect."""
     return _watched(work, watchers) if watchers else work
 
 
@@ -564,7 +554,7 @@ def _watched(
                 watcher(request, answer, error)
             except Exception as failure:
                 if is_signal(failure):
-                    raise  # It is no error of the watcher's.
+                    raise  # A signal's exception is not the watcher's error.
                 if watcher not in failed:
                     log.exception(
                         "this node could not report what it does, and goes on; please report the "
@@ -574,7 +564,7 @@ def _watched(
 
 
 def _of_the_store(error: Exception) -> Exception:
-    """The error that the node is told of a failed request; raises any other error."""
+    """The error as the node expects it from a failed request; raises any other error."""
     if isinstance(error, RendezvousConnectionError | RendezvousStateError):
         return error
     if (missing := exhausted(error)) is None:
@@ -589,12 +579,12 @@ def _empty(queue: SimpleQueue[Any]) -> None:
 
 
 def _stores(client: KeyValueClient, incarnation: str, before: int) -> list[str]:
-    """The keys of all c10d stores except those of this incarnation's rounds from ``before`` on."""
+    """The keys of all c10d stores, without this incarnation's rounds from ``before`` on."""
     keys = []
     for key in client.list(STORE_PREFIX):
         run, _, rest = key.removeprefix(STORE_PREFIX).partition("/")
         number = rest.partition("/")[0]
-        # A number of more digits is no round's.
+        # No round has a number of 19 digits.
         is_past = number.isdecimal() and len(number) < 19 and int(number) < before
         if run != incarnation or is_past:
             keys.append(key)

@@ -1,4 +1,4 @@
-"""What people are told where a join ends without a round, or where this node fails."""
+"""The texts for people when a join ends without a round, or when this node fails."""
 
 from __future__ import annotations
 
@@ -18,23 +18,19 @@ from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 
-# Others are told so many characters of an error.
+# Other nodes get this many characters of an error.
 _LONGEST_REASON = 200
 
-# The exit status of agents whose run makes no progress, as of NVIDIA's resiliency extension.
+# The exit status of an agent whose run makes no progress; NVIDIA's resiliency extension has it too.
 _NO_PROGRESS = 93
 
 
 class Refusal:
-    """Why a join ended without a round, as the exception that the agent gets.
+    """Makes the exceptions of joins that end without a round.
 
     Args:
-        run_id, rules: of the node's run.
-        node: that asked.
-        client: the run's namespace.
-        archive: of the run's id.
-        join_timeout: seconds that the join had.
-        store_is_here: whether the store is reached at loopback; a look-up.
+        join_timeout: seconds.
+        store_is_here: whether the store's address is loopback; may look up a name.
     """
 
     def __init__(
@@ -56,7 +52,7 @@ class Refusal:
         self._store_is_here = store_is_here
 
     def of(self, outcome: JoinOutcome, was_in_the_run: bool) -> BaseException:
-        """The exception; ``SystemExit`` where the agent is to end without an error."""
+        """The exception; ``SystemExit`` if the agent should end without an error."""
         run, latest = f"run '{self._run_id}'", self._node.latest
         ended = latest.outcome if latest is not None else None
         match outcome.failure:
@@ -88,7 +84,7 @@ class Refusal:
         rules, patience, more = self._rules, self._patience, ""
         if rules.min_nodes < rules.max_nodes and patience <= rules.last_call:
             more = f"; last_call_timeout alone is {rules.last_call:g} s"
-        with suppress(OSError, RuntimeError):  # A host that has run out of what a look-up takes.
+        with suppress(OSError, RuntimeError):  # An exhausted host cannot look up the name.
             if rules.max_nodes > 1 and self._store_is_here():
                 more += (
                     "; the store is at loopback, so that other hosts have another one there: "
@@ -105,16 +101,16 @@ class Refusal:
         )
 
     def _when_free(self, was_in_the_run: bool) -> str:
-        """When the id of a closed run can be used again, as far as that is known."""
+        """When the id of a closed run can be used again."""
         ended = self._node.latest
-        # Thousands of nodes that were in the run come here at once; they do not ask.
+        # Thousands of nodes of the run may come here at once; only newcomers ask the store.
         if ended is not None and not was_in_the_run:
             with suppress(RendezvousConnectionError, RendezvousStateError):
                 return self._archive.free_in(ended, datetime.now(UTC))[1]
         return free_now(self._run_id)
 
     def _who_came(self, outcome: JoinOutcome) -> tuple[str, str]:
-        """How many came for a round that did not form, and the sentence as it was in the end."""
+        """How many nodes came for a round that did not form, and a sentence about the end."""
         said, ours = outcome.diagnosis, NODES_PREFIX + self._node.id
         came, left, gave_up = "an unknown number", set[str](), set[str]()
         with suppress(RendezvousConnectionError):
@@ -123,7 +119,7 @@ class Refusal:
             lost = said.lost.first if said is not None else ()
             asking = [it for it in others if it.asks and it.label not in lost]
             gone = [it for it in others if it.status is Status.LEFT]
-            # A node that left without ever having been in a round has waited too, mostly as long.
+            # A node that left before its first round has waited, too, mostly as long.
             waited = [it for it in gone if not it.world_id and not it.is_unfit]
             left, gave_up = {it.label for it in gone}, {it.label for it in waited}
             came = str(1 + len(asking) + len(waited))
@@ -133,7 +129,7 @@ class Refusal:
 
 
 def what_failed(error: BaseException) -> str:
-    """Why this node closes the run as failed, for people on the other nodes."""
+    """Why this node closes the run as failed, for people at the other nodes."""
     if not isinstance(error, ChildFailedError):
         # The text of other errors may hold anything.
         text = f": {' '.join(str(error).split())}" if isinstance(error, OSError) else ""

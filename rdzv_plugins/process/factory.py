@@ -1,4 +1,4 @@
-"""Makes the handler of ``--rdzv-backend`` from what torchrun gives, and connects to the store."""
+"""Makes the handler of ``--rdzv-backend`` from torchrun's parameters, and connects to the store."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousHandler,
-    RendezvousParameters,
-)
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 
 from rdzv_plugins.health import refuse_unknown_checks
 from rdzv_plugins.kv import (
@@ -31,16 +28,10 @@ from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.observe.logs import set_up, told
 from rdzv_plugins.observe.metrics import refuse_unless_installed
 from rdzv_plugins.observe.page_access import refuse_open_metrics
-from rdzv_plugins.peers.addresses import (
-    is_at_loopback,
-    is_out_of_reach,
-    node_address,
-)
+from rdzv_plugins.peers.addresses import is_at_loopback, is_out_of_reach, node_address
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.process.signals import deaf_parent
-from rdzv_plugins.process.worker import (
-    refuse_in_a_worker,
-)
+from rdzv_plugins.process.worker import refuse_in_a_worker
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.protocol.sizes import Sizes
 from rdzv_plugins.settings.endpoint import Place, redact
@@ -51,17 +42,13 @@ from rdzv_plugins.settings.run_ids import refuse_unless_possible, why_no_log_fol
 from rdzv_plugins.settings.topology import find_domain
 from rdzv_plugins.stores import attend, load, opener, strange_variables
 from rdzv_plugins.torch.events import Events
-from rdzv_plugins.torch.torchrun import (
-    idle_arguments,
-    makes_log_folders,
-    max_restarts,
-)
+from rdzv_plugins.torch.torchrun import idle_arguments, makes_log_folders, max_restarts
 
 __all__ = ["create_handler", "rules_of"]
 
 log = logging.getLogger(__name__)
 
-# A store that pushes wakes a node up within this time, and the node writes its heartbeat.
+# Within this time a store that pushes wakes a node, and the node writes its heartbeat.
 _ANSWER_SECONDS = 0.5
 
 
@@ -69,12 +56,11 @@ def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandl
     """The handler of ``--rdzv-backend``.
 
     Args:
-        client: as `rdzv_plugins.entry_points.HandlerFactory.client`.
-        params: of torchrun.
+        client: see `rdzv_plugins.entry_points.HandlerFactory.client`.
 
     Raises:
         ValueError: a bad endpoint or option, or a missing client package.
-        RendezvousConnectionError: the store cannot be reached or refuses us.
+        RendezvousConnectionError: the store cannot be reached, or refuses this node.
     """
     try:
         return _create(client, params)
@@ -113,7 +99,7 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
         return _make_patiently(store, connect, params, settings)
     except (ValueError, RendezvousConnectionError, RendezvousStateError) as error:
         set_up("INFO")
-        # First the line that counts: torchrun prints its own frames before the error.
+        # Log the error first, because torchrun prints its own frames before it.
         log.error("run '%s': %s", params.run_id, error)
         told(error)
         raise error.with_traceback(None) from None
@@ -125,7 +111,7 @@ def _make_patiently(
     params: RendezvousParameters,
     settings: Settings,
 ) -> RendezvousHandler:
-    """Make the handler, within ``join_timeout`` where this host lacks what it may get yet."""
+    """Make the handler; retry for ``join_timeout`` while this host lacks a resource."""
     deadline, attempts = time.monotonic() + settings.join_timeout, Attempts()
     attendance: Attendance | None = None
     try:
@@ -168,7 +154,7 @@ def _make(
     else:
         opened = attendance.open(partial(connect, params.run_id), settings.join_timeout)
     try:
-        # Its driver and its agent need it at a time. Now, not once the others wait for this node.
+        # For the driver and the agent; open both before other nodes wait for this node.
         opened.hold(2)
         name, at = opened.name, redact(params.endpoint)
         log.info("run '%s': connected to %s '%s'", params.run_id, name, at)
@@ -182,7 +168,7 @@ def _make(
 def _tell_what_is_idle(
     store: type[KeyValueClient], params: RendezvousParameters, settings: Settings
 ) -> None:
-    """Log each option, argument and variable that has no effect, so that nobody relies on it."""
+    """Log each option, argument and variable that has no effect."""
     known, nnodes = option_names(Settings, store.options), (params.min_nodes, params.max_nodes)
     idle = [
         *without_effect(params.config, known),
@@ -199,7 +185,7 @@ def _tell_what_is_idle(
 
 
 def _placed(settings: Settings, params: RendezvousParameters) -> Settings:
-    """With this node's domain; raises `ValueError` where it could never be in a round."""
+    """Add this node's domain; raises `ValueError` if the node could never be in a round."""
     if settings.handler == "torch":
         return settings
     rules = rules_of(settings, params.min_nodes, params.max_nodes)
@@ -264,7 +250,7 @@ def _over(
 
 
 def _own_address(store: Place, params: RendezvousParameters, settings: Settings) -> str:
-    """The address that this node announces; raises `ValueError` if there is none as demanded."""
+    """The address that this node announces; raises `ValueError` if the options allow none."""
     own = node_address(
         params.local_addr,
         store.dialled,
@@ -286,9 +272,10 @@ def _own_address(store: Place, params: RendezvousParameters, settings: Settings)
 
 
 def _answer_within(client: KeyValueClient, settings: Settings) -> float | None:
-    """As `Rules.answer`; None also of a store whose reads may be old: they prove no silence.
+    """For `Rules.answer`; None: leases alone decide.
 
-    With on_outage=stop no two worlds may train at once: leases alone decide.
+    Reads that may be old prove no silence. With on_outage=stop, two worlds must never train at
+    once, which only leases ensure.
     """
     stops = settings.patience_in_an_outage < math.inf
     if stops or not (settings.links and client.capabilities.linearizable):
@@ -299,7 +286,7 @@ def _answer_within(client: KeyValueClient, settings: Settings) -> float | None:
 def rules_of(
     settings: Settings, min_nodes: int, max_nodes: int, answer: float | None = None
 ) -> Rules:
-    """The handler's options as the protocol needs them; those of a run by the same names."""
+    """The rules of the protocol, from the handler's options."""
     of_run = {it.name for it in fields(settings) if it.metadata["of_run"]}
     return Rules(
         min_nodes=min_nodes,
@@ -309,7 +296,7 @@ def rules_of(
         last_call=settings.last_call_timeout,
         replacement=settings.replacement_timeout,
         request=settings.request_timeout,
-        # Sooner than the nodes that wait for it time out.
+        # Shorter than the join_timeout of the nodes that wait.
         rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
         outage_limit=settings.patience_in_an_outage,
         answer=answer,

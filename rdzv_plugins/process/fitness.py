@@ -15,18 +15,17 @@ from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.settings.options import Settings
 
-# Between two runs of the checks of a node that is unfit: twice as long each time.
+# The pauses between two runs of the checks, each twice as long as the one before.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 class Fitness:
-    """Waits until workers can start here, the checks pass, and other nodes reach this one.
+    """Waits until workers can start here, the checks pass, and other nodes reach this node.
 
     Args:
-        run_id, settings, node, driver, log: of the handler.
         gate: runs the checks; None: there are none.
         is_over: whether the handler was shut down.
-        refuse: raises unless a join that ended meanwhile ended in a round.
+        refuse: raises unless the outcome is a round.
         fail: logs an error and raises it.
     """
 
@@ -51,25 +50,25 @@ class Fitness:
         self._is_over = is_over
         self._refuse = refuse
         self._fail = fail
-        # Seconds of pauses since it was last in a round, and the next one, where it is cut off.
+        # While other nodes do not reach this node: the seconds of pauses, and the next pause.
         self.cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
 
     def await_fitness(self, has_had_workers: bool) -> float:
-        """Wait until workers can start here and the checks pass; returns the seconds of pauses.
+        """Wait until workers can start here and the checks pass; return the seconds of pauses.
 
-        The others are told why this node does not join, and do not wait for it. What the checks
-        themselves take does not count against ``join_timeout``: they have limits of their own.
+        The other nodes learn the reason, and do not wait. The time of the checks does not count
+        against ``join_timeout``, because they have their own limits.
         """
         checks = not self._node.in_round or self._settings.check_at == "restart"
-        waited, pause, told = 0.0, _FIRST_PAUSE, ""
+        waited, pause, logged = 0.0, _FIRST_PAUSE, ""
         while (reason := self._why_unfit(checks, has_had_workers)) and not self._is_over():
-            if reason != told and self._tries_again(waited + pause):
+            if reason != logged and self._tries_again(waited + pause):
                 left = self._settings.join_timeout - waited
                 self._log.warning(
                     f"this node is unfit and does not join: {reason}; it tries again in "
                     f"{pause:g} s, and so on for {left:g} s"
                 )
-                told = reason
+                logged = reason
             self._stay_out(reason, waited, pause)
             waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
         if waited and not self._is_over():
@@ -77,7 +76,7 @@ class Fitness:
         return waited
 
     def stay_cut_off(self, reason: str) -> None:
-        """Wait before this node asks again, whose network check failed; the others know why."""
+        """Wait before the next join, because the network check of this node has failed."""
         waited, pause = self.cut_off_for, self._next_pause
         if self._tries_again(waited + pause):
             left = self._settings.join_timeout - waited
@@ -93,23 +92,22 @@ class Fitness:
         self.cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
 
     def close(self) -> None:
-        """End the checks."""
         if self._gate is not None:
             self._gate.close()
 
     def _why_unfit(self, checks: bool, has_had_workers: bool) -> str | None:
-        # Until its first round, a node's own threads and requests tell what this host lacks.
+        # Before its first workers, the node's own threads and requests show what this host lacks.
         if has_had_workers and (missing := missing_for_workers()) is not None:
             return f"no worker can start: {missing}"
         return self._gate.check() if checks and self._gate is not None else None
 
     def _tries_again(self, seconds: float) -> bool:
-        """Whether a node that will have been unfit for so long is to try again then."""
+        """Whether this node tries again after being unfit for ``seconds``."""
         settings = self._settings
         return settings.on_unhealthy != "exit" and seconds <= settings.join_timeout
 
     def _stay_out(self, reason: str, waited: float, pause: float) -> None:
-        """Ask for no round for ``pause`` seconds; raises if this node does not try again then."""
+        """Stay out for ``pause`` seconds; raises if this node does not try again."""
         tries_again = self._tries_again(waited + pause)
         outcome = self._driver.stay_out(reason, pause if tries_again else 0.0)
         if outcome is not None:

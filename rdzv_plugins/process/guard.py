@@ -1,10 +1,10 @@
-"""Ends the workers, or the server, of a process that is killed: ``kill -9`` reaches no handler.
+"""Ends the workers, or the server, of a process that was killed; ``kill -9`` calls no handler.
 
-torch starts each worker in a session of its own, where it outlives its agent, writes the same
-checkpoint as its replacement, and keeps the GPU. So `rdzv run` has a process beside it: this file,
-run as a program without packages. It reads the agent's pipe, which the system closes however the
-agent ends, and then kills what the agent has named last. Linux's parent-death signal would have to
-be set in each worker, and reaches none of its children.
+torch starts each worker in its own session, where it outlives a killed agent, keeps the GPU, and
+writes the same checkpoint as its replacement. Therefore `rdzv run` starts this file as a program
+without packages. It reads a pipe of the agent, which the system closes however the agent ends, and
+then kills the processes that the agent named last. Linux's parent-death signal does not help: each
+worker would have to set it, and it does not reach the worker's children.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 2.0
 
-# Begins a line with what stands in an environment, in hexadecimal digits; others name processes.
+# Begins a line with an environment variable, in hexadecimal digits; other lines have pids.
 _EXPECTED = "="
-# How often to look for what is to end, with pauses of so many seconds: one may be on its way.
+# How often to look for processes, and the pause in between, because a process may still start.
 _LOOKS, _PAUSE = 3, 0.1
 
 
 class Guard:
-    """The process that kills workers when this process is gone; for one thread.
+    """The process that kills workers once this process has ended; for one thread.
 
     Args:
-        folders: are deleted then.
+        folders: the process also deletes these.
     """
 
     def __init__(self, *folders: str) -> None:
@@ -41,16 +41,16 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
         self._named: tuple[int, ...] = ()
         itself = weakref.ref(self)
-        # A forked worker would hold the pipe open.
+        # A forked worker would keep the pipe open.
         os.register_at_fork(after_in_child=lambda: guard._let_go() if (guard := itself()) else None)
 
     def start(self) -> None:
-        """Start the process, unless it runs; where that fails, the workers have no guard."""
+        """Start the process unless it runs; if that fails, the workers have no guard."""
         if self._process is not None and self._process.poll() is None:
             return
         try:
             self._process = subprocess.Popen(
-                # Without site: nothing that is installed runs in it.
+                # -I and -S keep installed packages out.
                 [sys.executable, "-I", "-S", __file__, *self._folders],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -67,20 +67,20 @@ class Guard:
             )
 
     def renew(self) -> None:
-        """Start the process again where it has ended: the system, or a person, has killed it."""
+        """Start the process again if something has killed it."""
         if self._process is not None and self._process.poll() is not None:
             self.start()
             self.watch(self._named)
 
     def expect(self, variable: str, value: str) -> None:
-        """Say what stands in the environment of those that this process starts until it names them.
+        """Announce a unique variable of the processes that this process is about to start.
 
-        It may be killed before it knows them all. ``value`` is of no other process's children.
+        This process may be killed before it knows and names all their pids.
         """
         self._say(_EXPECTED + f"{variable}={value}".encode().hex())
 
     def watch(self, workers: Iterable[int]) -> None:
-        """Name the processes that are to end with this one, in place of those named before."""
+        """Replace the named processes, which end with this process."""
         self._named = tuple(workers)
         self._say(" ".join(map(str, self._named)))
 
@@ -91,7 +91,7 @@ class Guard:
                 self._process.stdin.flush()
 
     def stop(self) -> None:
-        """End the process; what was named last ends, unless that was nothing."""
+        """End the guard's process, which first kills the named processes, if there are any."""
         process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -106,9 +106,9 @@ class Guard:
 
 
 def processes(workers: Collection[int]) -> dict[int, int]:
-    """The live processes of these workers, themselves and those of their sessions, by worker.
+    """The worker of each live process: the workers themselves, and the processes of their sessions.
 
-    The number of a worker that has ended is no other process's while its session has processes.
+    While its session has processes, no other process gets the pid of a worker that has ended.
     """
     found: dict[int, int] = {}
     for name in os.listdir("/proc") if workers else ():
@@ -116,14 +116,14 @@ def processes(workers: Collection[int]) -> dict[int, int]:
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
                 state, _, _, session = stat.read().rpartition(b")")[2].split()[:4]
                 pid, worker = int(name), int(session)
-                # Python's own start methods give a worker no session.
+                # A worker may have no session of its own (Python's start methods give none).
                 if state not in (b"Z", b"X") and (worker in workers or pid in workers):
                     found[pid] = worker if worker in workers else pid
     return found
 
 
 def _started_with(entry: bytes) -> list[int]:
-    """The processes in whose environment this stands, but for this one."""
+    """The other processes that have this entry in their environment."""
     found: list[int] = []
     for name in os.listdir("/proc"):
         if not name.isdecimal() or int(name) == os.getpid():
@@ -135,7 +135,7 @@ def _started_with(entry: bytes) -> list[int]:
 
 
 def _main() -> None:
-    # A signal to a whole service, or from a terminal, must not end it before the agent.
+    # A signal to the whole service or terminal must not end the guard before the agent.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     workers: list[int] = []
@@ -151,7 +151,7 @@ def _main() -> None:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
     for folder in sys.argv[1:]:
-        # Imported here: only a server has a folder.
+        # Imported here, because only servers have folders.
         import shutil
 
         shutil.rmtree(folder, ignore_errors=True)

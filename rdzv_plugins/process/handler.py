@@ -39,11 +39,7 @@ from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.observe.logs import RunLog, told
 from rdzv_plugins.observe.metrics import Report
-from rdzv_plugins.peers.addresses import (
-    ANY_PORT,
-    is_own_ip,
-    lacking_version,
-)
+from rdzv_plugins.peers.addresses import ANY_PORT, is_own_ip, lacking_version
 from rdzv_plugins.peers.exchange import answer, dial, exchange
 from rdzv_plugins.peers.links import Links
 from rdzv_plugins.peers.listener import Listener
@@ -53,12 +49,7 @@ from rdzv_plugins.process.explain import Refusal, what_failed
 from rdzv_plugins.process.fitness import Fitness
 from rdzv_plugins.process.master_servers import MasterServers
 from rdzv_plugins.process.signals import SignalWatch
-from rdzv_plugins.process.worker import (
-    CurrentRound,
-    Moments,
-    hand_down,
-    take_back,
-)
+from rdzv_plugins.process.worker import CurrentRound, Moments, hand_down, take_back
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.contact import Standing
@@ -89,23 +80,20 @@ from rdzv_plugins.settings.environment import give_back, withhold
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.torch.agent_store import AgentStore
 from rdzv_plugins.torch.events import Events
-from rdzv_plugins.torch.torchrun import (
-    agent_ends_first,
-    max_restarts,
-)
+from rdzv_plugins.torch.torchrun import agent_ends_first, max_restarts
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long shutdown waits for a thread that hangs in a request to the store or in a resolver.
+# How long `shutdown` waits for a thread that hangs in a request to the store or in a resolver.
 _STOP_SECONDS = 2.0
 # How long the exit of the process waits for a farewell that another thread sends.
 _FAREWELL_SECONDS = 10.0
 # How many further signals may interrupt that wait before the process gives it up.
 _SIGNALS_BORNE = 5
 
-# torch's own default for --rdzv-id (torch.distributed.run); all jobs without an id share it.
+# torch's default for --rdzv-id; all jobs without an id share it.
 _DEFAULT_RUN_ID = "none"
 
 
@@ -113,19 +101,15 @@ class StoreRendezvousHandler(RendezvousHandler):
     """One node of one run.
 
     Args:
-        client: the run's namespace; the handler owns it and closes it.
-        archive: of the run's id.
-        run_id: as in ``--rdzv-id``.
-        rules: the run's settings.
-        settings: the handler's options.
-        address: under which the other nodes reach this one.
-        store_is_here: whether the store is reached at loopback, so that other hosts may have
-            another one there; a look-up, asked only where a join times out.
-        attendance: what this node does for a store that the nodes keep up; the handler ends it.
+        client: the run's namespace; the handler closes it.
+        address: at which other nodes reach this node.
+        store_is_here: whether the store's address is loopback, so that other hosts may reach a
+            different store. It is called only after a join has timed out.
+        attendance: this node's part in a store that nodes run; the handler closes it.
 
     Attributes:
-        blames: the agent finds out whose failure ended the workers of all, and asks for another
-            round because of a failure only where it was this node's (`process.agent`).
+        blames: whether the agent itself finds the node whose failure ended all workers, and then
+            asks for another round only if the failure was its own (`process.agent`).
     """
 
     blames = False
@@ -148,7 +132,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         rules = rules.of_run(run_id, sealed=client.sealed)
         self._rules = rules
         self._settings = settings
-        # torchrun's, read before its variables are withheld from the workers.
+        # Read before torchrun's variables are withheld from the workers.
         self._max_restarts = max_restarts() or 0
         self._address = address
         self._masters = MasterServers(
@@ -157,9 +141,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._store: AgentStore | None = None
         self._was_told = False
         self._handed_down: str | None = None
-        # Its workers, which may start from then on, are not given passwords and torchrun's options.
+        # Whether passwords and torchrun's options are withheld from the workers.
         self._withholds = False
-        # Where workers say that newcomers may come, one file a round.
         self._moments: Moments | None = None
         self._pid = os.getpid()
         node_id = secrets.token_hex(8)
@@ -240,9 +223,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._ending = threading.Lock()
         self._ended = False
         self._gone = threading.Event()
-        # After a signal torch's launcher does not call shutdown(), which would close the run; the
-        # others must not wait for this node's lease all the same. A strong reference in atexit
-        # would keep the handler alive for ever.
+        # After a signal torch's launcher does not call shutdown(), which would close the run. At
+        # exit the node leaves, so that the others need not wait for its lease. A strong reference
+        # in atexit would keep the handler alive for ever.
         itself = weakref.ref(self)
         self._at_exit = lambda: handler._leave_at_exit() if (handler := itself()) else None
         atexit.register(self._at_exit)
@@ -261,27 +244,27 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers share rank 0's TCPStore; torch's own switch turns it off."""
+        """Whether workers share rank 0's TCPStore; an environment variable of torch decides."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
     @property
     def loss_shows_within(self) -> float:
-        """Seconds after which the loss of a participant shows in `num_nodes_waiting`.
+        """Seconds within which the loss of a participant shows in `num_nodes_waiting`.
 
-        They begin when a grace ends (`grace_left`). It takes longer only while the store is away,
-        or if the leader was lost with its first heirs.
+        They count from the end of a grace (`grace_left`). The loss shows later only if the store is
+        away, or if the leader was lost together with its first successors.
         """
-        # The last beat is seen up to 1.1 intervals late; heirs and the store need the rest.
+        # The last heartbeat is seen up to 1.1 intervals late; a succession takes the rest.
         return self._rules.lease + 1.1 * self._rules.interval + 2.0
 
     @property
     def grace_left(self) -> float:
-        """Seconds until a node can be lost, since the store was away; negative: since then."""
+        """Seconds until the grace after an outage of the store ends; negative: it has ended."""
         return self._node.grace_ends - clock.now()
 
     @property
     def patience_after_a_loss(self) -> float | None:
-        """Seconds that workers have to end, since their round has lost a node; None: it has not."""
+        """Seconds that workers have to end after the loss of a node; None: there was no loss."""
         last, latest = self._service.last, self._node.latest
         if last is None or latest is None or not lost_one(last, latest):
             return None
@@ -292,14 +275,14 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: the run is closed.
-            SystemExit: with status 0; the run ended while this node was a spare, or the node was
-                drained. torch's own `RendezvousGracefulExitError` makes its `launch_agent` fail
-                with AttributeError. With status 93: the run was closed for ``no_progress_rounds``.
-            RendezvousTimeoutError: no round within ``join_timeout``, or this node's checks did not
-                pass.
-            RendezvousError: a check of this node failed, and ``on_unhealthy`` is exit; or its
-                workers failed while it was new to the run, which goes on without it.
-            RendezvousConnectionError: the store was away for as long.
+            SystemExit: with status 0, the run ended while this node was a spare, or the node was
+                drained (torch's `RendezvousGracefulExitError` makes `launch_agent` fail). With
+                status 93, the run was closed for ``no_progress_rounds``.
+            RendezvousTimeoutError: no round formed, or this node's checks did not pass, within
+                ``join_timeout``.
+            RendezvousError: a check of this node failed, and ``on_unhealthy`` is exit; or this
+                node's workers failed while it was new, and the run goes on without it.
+            RendezvousConnectionError: the store was away for ``join_timeout``.
             RendezvousStateError: the round document is unreadable, or the run was started with
                 another ``--nnodes``.
         """
@@ -314,7 +297,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 run_id=self._run_id,
                 round=document.round,
                 world_id=document.world_id,
-                # With megabytes in the environment no worker could start.
+                # A worker with megabytes in its environment could not start.
                 cause=plain(document.reason),
                 spares=document.waiting,
                 domain=self._settings.domain,
@@ -337,23 +320,23 @@ class StoreRendezvousHandler(RendezvousHandler):
             is_over=lambda: self._ended or self._node.over,
             on_done=self._driver.report_done,
         )
-        self._look_beside(document, address)
+        self._try_to_reach(document, address)
         return RendezvousInfo(
             self._store, rank, world_size, RendezvousStoreInfo(address, int(port))
         )
 
-    def _look_beside(self, document: RoundDocument, address: str) -> None:
-        """Tell people, later, of what will keep this node's workers from reaching the others."""
+    def _try_to_reach(self, document: RoundDocument, address: str) -> None:
+        """Plan the warning about other hosts that this node's workers will not reach."""
         if document.size == 1:
             return
         is_first = document.ranks[self._node.id] == 0
 
-        def others() -> bool:
-            # In natural order the last is on another host if any is; of many, one surely is.
+        def has_other_hosts() -> bool:
+            # Ranks follow the order of hosts, so the last participant is on another host if any is.
             if not is_first:
                 return self._is_elsewhere(address)
             if not document.participants:
-                return True
+                return True  # A round that needs shards has more than one host.
             with suppress(RendezvousConnectionError, RendezvousStateError):
                 entry = self._client.get(NODES_PREFIX + document.participants[-1])
                 last = readable(entry) if entry is not None else None
@@ -364,12 +347,12 @@ class StoreRendezvousHandler(RendezvousHandler):
             latest = self._node.latest
             return self._ended or latest is None or not latest.is_of(document)
 
-        # Where torch's store is not shared, a worker opens that port later.
+        # If workers do not share the agent's store, a worker opens the master's port later.
         master = document.master if self.use_agent_store and not is_first else None
-        self._reach.plan(document.round, master, document.size, others, is_over)
+        self._reach.plan(document.round, master, document.size, has_other_hosts, is_over)
 
     def _is_elsewhere(self, address: str) -> bool:
-        """Whether the address of another node is another host's, as far as it tells."""
+        """Whether the address of a node seems to be another host's."""
         return address != self._address and not is_own_ip(address)
 
     def _join(self) -> RoundDocument:
@@ -377,10 +360,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
-        # An agent that asks again without having been told to has workers that failed.
+        # An agent joins again if it saw a change of membership, or else if its workers failed.
         failed = self._store is not None and not self._was_told
         costs = failed and self._costs_the_others()
-        # That took time: a run that was closed meanwhile has another end to tell.
+        # If the run was closed in the meantime, the join below reports how it ended.
         is_closed = (latest := self._node.latest) is not None and latest.closed
         if costs and not is_closed and self._give_up("its workers failed", True, looked=True):
             run = f"run '{self._run_id}'"
@@ -420,9 +403,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         raise error.with_traceback(None) from None
 
     def _rank_0(self) -> tuple[str, int] | None:
-        """Where rank 0 of this node's last round listens, if the run still counts on it.
+        """Where rank 0 of this node's last round listens, if the run still has that node.
 
-        None also where this node is it, and of a large round, whose rank 0 it does not know.
+        None also if this node is rank 0, or if the round is too large for it to know rank 0.
         """
         last, latest = self._service.last, self._node.latest
         if last is None or last.master is None or latest is None or not latest.is_of(last):
@@ -434,8 +417,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         return address, int(port)
 
     def num_nodes_waiting(self) -> int:
-        """Above 0 when the agent should join again; read from memory, without I/O. Never raises."""
-        # next_rendezvous() may have run in another thread, where this is not possible.
+        """Above 0 if the agent should join again; reads memory, without I/O. Never raises."""
+        # Only the main thread can; next_rendezvous() may have run in another thread.
         self._signals.renew()
         if self._moments is not None and self._moments.named():
             self._driver.allow_growth()
@@ -451,20 +434,20 @@ class StoreRendezvousHandler(RendezvousHandler):
             return latest.closed
         with self._events.of("is_closed"):
             entry = self._client.get(STATE_KEY)
-            with suppress(RendezvousStateError):  # It counts as absent.
+            with suppress(RendezvousStateError):  # An unreadable document counts as absent.
                 return entry is not None and RoundDocument.decode(entry.value).closed
             return False
 
     @property
     def made_no_progress(self) -> bool:
-        """Whether the run was closed for ``no_progress_rounds``, as far as this node has read."""
+        """Whether the run was closed for ``no_progress_rounds``, as far as this node knows."""
         latest = self._node.latest
         return latest is not None and latest.outcome is Outcome.NO_PROGRESS
 
     def set_closed(self) -> None:
         """Close the run for all nodes; raises `RendezvousConnectionError` after close_timeout.
 
-        If another run has taken the id meanwhile, that run stays open.
+        A later run with the same id stays open.
         """
         never_seen = RoundDocument(
             incarnation=secrets.token_hex(8),
@@ -495,16 +478,18 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._await_store(close)
 
     def shutdown(self) -> bool:
-        """End this node; closes the run if this node is in it, as torch's handler does.
+        """End this node, and close the run if this node is in it, as torch's handler does.
 
-        torch's launcher calls this while an exception is raised if the agent failed. The run is
-        then closed as failed, and the other agents end too; so it is where the workers of this node
-        did not succeed, which its agent says in the store of the round.
+        torch's launcher calls this while an exception is raised if the agent failed. Then, and if
+        this node's workers did not succeed, the run is closed as failed, and the other agents end.
 
-        The node only leaves, and the run stays open, in five cases: the node is in no round (it
-        was refused, timed out or was replaced); its workers succeeded while others still work; it
-        got a signal, for which the agent of torch 2.6 calls this too; and, if the others are enough
-        for a round, where its agent failed, or its workers did while the node was new to the run.
+        The run stays open, and the node only leaves, in these cases:
+
+        - the node is in no round: it was refused, timed out or was replaced;
+        - its workers succeeded while other nodes still work;
+        - it got a signal (torch 2.6 calls this after signals, too);
+        - its agent failed, or its workers failed while it was new to the run, and the other nodes
+          are enough for a round.
 
         Returns False if the store could not be told.
         """
@@ -518,9 +503,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         if error is None and (self._node.done or closed):
             outcome, why = Outcome.SUCCEEDED, "its workers succeeded"
         elif error is None and agent_ends_first():
-            return True  # Its launcher calls this again, and knows what failed.
+            return True  # The launcher calls this again with the error.
         elif error is None:
-            # torch's launcher raises nothing where a worker is in uninterruptible sleep.
+            # torch's launcher raises nothing if a worker is in uninterruptible sleep.
             outcome, why = Outcome.FAILED, "its agent ended, and its workers had not"
         else:
             outcome, why = Outcome.FAILED, what_failed(error)
@@ -531,8 +516,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         def end() -> None:
             if not self._await_store(lambda: self._close_as_member(outcome, why)):
-                # The node was replaced meanwhile.
-                self._say_farewell()
+                self._say_farewell()  # The node has been replaced.
 
         return self._end(end, "this node could not close the run; rdzv close does")
 
@@ -541,11 +525,11 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._close(work)
 
     def _costs_the_others(self) -> bool:
-        """Whether this node, whose workers failed, is to leave a run that goes on without it.
+        """Whether this node, whose workers failed, should leave so that the others go on.
 
-        Under torchrun the workers of the others have failed with them, and cost them a restart
-        each, as the next failure would; but all fail where one of the others was lost. It asks the
-        store, in a thread: at a signal torch raises an exception in the caller's.
+        Under torchrun each failure of this node's workers makes the others' workers fail, too, and
+        costs each node a restart. But if the loss of another node made all workers fail, this node
+        stays. A thread asks the store, because at a signal torch raises an exception in this one.
         """
         last = self._service.last
         if self.blames or last is None or not self._service.fails_again(self._max_restarts):
@@ -559,7 +543,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if not self._node.in_round:
             return False
         thread = threading.Thread(target=ask, name=f"rdzv-{self._run_id}-end", daemon=True)
-        with suppress(RuntimeError):  # None can start now: as where the store does not answer.
+        with suppress(RuntimeError):  # No thread can start; there are no answers.
             thread.start()
             thread.join()
         return any(answers)
@@ -576,26 +560,19 @@ class StoreRendezvousHandler(RendezvousHandler):
         return self._carry_out(work)
 
     def _give_up(self, why: str, of_workers: bool, *, looked: bool = False) -> bool:
-        """Leave a run that goes on without this node, or close it as failed; with the reason.
+        """Leave the run if it goes on without this node; otherwise close it as failed.
 
         Args:
-            of_workers: they failed, and this node is new; else its agent failed.
-            looked: the others are known to be enough.
+            of_workers: this node is new, and its workers failed; False: its agent failed.
+            looked: whether the other nodes are known to be enough.
         """
 
         def part() -> Parting:
-            node, service = self._node, self._service
-            return self._carry_out(
-                give_up(
-                    node,
-                    service,
-                    self._rules,
-                    why,
-                    time.time,
-                    of_workers=of_workers,
-                    looked=looked,
-                )
-            )
+            work = give_up(
+                self._node, self._service, self._rules, why, time.time,
+                of_workers=of_workers, looked=looked,
+            )  # fmt: skip
+            return self._carry_out(work)
 
         def end() -> None:
             parting = self._await_store(part)
@@ -624,10 +601,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         return carry_out(self._client, self._archive, work, self._log.tell)
 
     def _leave(self, *, at_exit: bool = False) -> bool:
-        """Tell the others that this node is gone, without closing the run."""
+        """Tell the others that this node leaves, without closing the run."""
         if self._attendance is not None:
             self._hasten(self._attendance, at_exit)
-        # At exit one handler ends after the other: none waits for a store that may never be back.
+        # At exit several handlers end one after another; none waits for a store that is away.
         gives_up = at_exit and self._driver.outage_seconds > self._rules.request
 
         def leave() -> None:
@@ -669,13 +646,14 @@ class StoreRendezvousHandler(RendezvousHandler):
     ) -> bool:
         """Stop the node and send its last word, once; False if the store could not be told.
 
-        The node's thread is waited for ``patience`` seconds.
+        A new thread does this, so that the exception of a signal cannot interrupt it. If another
+        thread already ends the node, wait for that thread.
 
-        It runs in a thread of its own, so that the exception of a signal cannot interrupt it. If
-        another thread already ends the node, wait for that, as the exit of the process does.
+        Args:
+            patience: how many seconds to wait for the node's thread.
         """
         if os.getpid() != self._pid:
-            return True  # A forked child has a copy of this object, and no node.
+            return True  # A forked child has a copy of this object, but no node.
         with self._ending:
             first, self._ended = not self._ended, True
         if not first:
@@ -702,7 +680,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             end()  # From Python 3.12 on, no thread can start while the process exits.
         else:
             thread.join()
-        # Again, here: only the main thread can restore signal handlers.
+        # `_release` ran in another thread; only the main thread can restore signal handlers.
         self._signals.release()
         return bool(told)
 
@@ -726,12 +704,12 @@ class StoreRendezvousHandler(RendezvousHandler):
             if self._report is not None:
                 self._report.close()
         finally:
-            # Whatever fails: else the exit of the process waits for this.
+            # Even after an error, because the exit of the process waits for `_gone`.
             atexit.unregister(self._at_exit)
             self._gone.set()
 
     def _name_the_others(self, document: RoundDocument) -> None:
-        """Log who is in the run, where jobs share one id."""
+        """Log the nodes of a run whose id several jobs may share."""
         try:
             entries = self._client.list(NODES_PREFIX)
         except RendezvousConnectionError:
@@ -746,22 +724,21 @@ class StoreRendezvousHandler(RendezvousHandler):
         )
 
     def _open_master(self, world_id: str) -> str:
-        """As `MasterServers.open`, on another port than MASTER's of the round before."""
+        """See `MasterServers.open`."""
         latest = self._node.latest
         before = latest.master.rpartition(":")[2] if latest and latest.master else ""
         return self._masters.open(world_id, before, for_workers=not self.use_agent_store)
 
     def _listen(self, node_id: str) -> Listener | None:
-        """Where others reach this node for the network check, and for links."""
+        """Listen for the network check and for links of other nodes."""
         rules, settings, name = self._rules, self._settings, f"rdzv-{self._run_id}-answers"
         if rules.max_nodes == 1 or not (rules.network_check or rules.answer is not None):
             return None
-        # No firewall may be in between: links alone do with any port where none of these is free.
+        # Links alone can use any port, if no firewall is in between.
         ports = [*settings.answer_ports, *([] if rules.network_check else ANY_PORT)]
         try:
             listener = Listener(self._address, name, ports)
         except (OSError, RuntimeError, MemoryError) as error:
-            # Also where no thread can start.
             if not rules.network_check:
                 log.debug("run '%s': this node has no links to others: %s", self._run_id, error)
                 return None
@@ -781,7 +758,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._links.hold(peers, standing)
 
     def _dial(self, request: effects.DialPeer) -> float:
-        """Dial another node for the network check; called in a thread, returns the seconds."""
+        """Dial another node for the network check; return the seconds. Called in a thread."""
         if request.exchanges:
             return exchange(request.node, request.endpoint, request.limit)
         try:
@@ -789,11 +766,11 @@ class StoreRendezvousHandler(RendezvousHandler):
         except ConnectionRefusedError:
             if self.use_agent_store:
                 raise
-            return 0.0  # A worker opens that port later; its host has answered.
+            return 0.0  # The host has answered; a worker opens the port later.
 
 
 def _tell_of_retries(client: KeyValueClient, driver: Driver) -> None:
-    """Have the driver told too of each attempt after a request's first."""
+    """Make the client report retries to the driver, too."""
     counts = client.on_retry
 
     def note() -> None:

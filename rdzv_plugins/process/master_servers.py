@@ -18,19 +18,18 @@ from rdzv_plugins.peers.addresses import dial_self, is_local, is_own_ip, listen
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.torch.master_store import open_store
 
-# The least time-out for opening a TCPStore. Opening takes 10 s where a DNS server does not answer.
+# The least time-out for opening a TCPStore, which takes 10 s if a DNS server does not answer.
 _OPEN_SECONDS = 30.0
 
 
 class MasterServers:
-    """Opens TCPStores, and keeps that of the round.
+    """Opens TCPStores, and keeps the one of the current round.
 
     Args:
-        address: at which other nodes reach this one.
+        address: at which other nodes reach this node.
         ports: where a TCPStore may listen.
-        option: the value of ``master_port``, for people.
-        rules: of the run.
-        name: of the thread that listens first.
+        option: the value of ``master_port``, for messages.
+        name: of the thread that listens before torch does.
     """
 
     def __init__(
@@ -41,30 +40,30 @@ class MasterServers:
         self._option = option or "any"
         self._rules = rules
         self._name = name
-        # A name is looked up later, in the thread that opens.
+        # `open` checks other addresses, because the look-up of a name may hang.
         self._is_checked = is_own_ip(address)
         self._servers: dict[str, TCPStore] = {}
 
     def keep(self, world_id: str | None) -> None:
-        """End the TCPStores of all other rounds; None: of all."""
+        """End the TCPStores of all other rounds; None: of all rounds."""
         self._servers = {it: server for it, server in self._servers.items() if it == world_id}
 
     def open(self, world_id: str, port_before: str, *, for_workers: bool) -> str:
         """Open a new TCPStore for a round, and return its ``address:port``.
 
-        torch's workers connect to MASTER_PORT without a prefix per round: workers of two rounds
-        must never meet in one TCPStore. A worker that was cut off still dials the port of its own
-        round, and any TCPStore there takes it in. Hence no round has the port of the one before,
-        and each round searches in an order of its own.
+        Workers connect to MASTER_PORT without a prefix per round, so workers of two rounds must
+        never meet in one TCPStore. A worker that was cut off still dials its own round's port.
+        Hence no round has the port of the round before, and each round tries the ports in its own
+        order.
 
-        The thread that calls this may hang: c10d looks up the name of an address before it dials.
+        This call may hang, because c10d looks up the name of an address before it dials.
 
         Args:
-            port_before: the port of the round before; "": it is not known.
-            for_workers: only find a port: a worker opens the TCPStore there.
+            port_before: the port of the round before; "": unknown.
+            for_workers: only find a port, at which a worker opens the TCPStore.
 
         Raises:
-            RendezvousConnectionError: no port is free, or the host lacks something, for now.
+            RendezvousConnectionError: no port is free now, or the host lacks a resource.
             RendezvousStateError: this host does not reach itself at the address.
         """
         if not self._is_checked:
@@ -86,7 +85,7 @@ class MasterServers:
                     f"no port of master_port={self._option} is free at '{self._address}' "
                     f"({error}): name more, or end what listens there"
                 ) from error
-            # Its own of former rounds: this node's workers of those have ended.
+            # This node's TCPStores of earlier rounds may hold the ports; their workers have ended.
             self.keep(None)
             return self.open(world_id, port_before, for_workers=for_workers)
         except (RuntimeError, ValueError) as error:
@@ -95,11 +94,10 @@ class MasterServers:
         return f"{self._address}:{opened.port}"
 
     def _check_address(self) -> None:
-        """Find out whether the others will reach this host at its address.
+        """Raise if this host does not reach itself at its address.
 
-        An address that is not this host's own, such as one that a router translates, is dialled.
-        The target is a socket of its own, not the TCPStore: its only thread would look up the name
-        of each client that connects, and serve nobody meanwhile.
+        An address that no interface has, such as one that a router translates, is dialled. A new
+        socket listens for that, because the TCPStore's only thread would look up the caller's name.
         """
         try:
             if not is_local(self._address):

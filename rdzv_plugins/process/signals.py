@@ -1,10 +1,10 @@
-"""Announces at once that this process is about to end, when a signal says so.
+"""Announces the end of this process as soon as it gets a signal.
 
-torch's agent installs its signal handlers when its workers start, and announces nothing: at a
-signal it stops its workers, which may take as long as they need to save, and then exits. Before its
-first workers a signal ends the process at once. Hence a thread hears of every signal through the
-wakeup descriptor of Python's `signal` module, whatever handler is installed; and until torch's
-handlers are, one of ours replaces the system's.
+At a signal torch's agent stops its workers, which may take long because they save, and then exits;
+it announces nothing. Before the first workers start, it has no handlers, and a signal ends the
+process at once. Hence a thread sees every signal through the wakeup descriptor of Python's `signal`
+module, whatever handler is installed, and this module replaces the system's handlers until torch
+installs its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rdzv_plugins.kv import Attempts, exhausted
 log = logging.getLogger(__name__)
 
 _FATAL = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
-# Nobody can handle the first two; the others by default end no process.
+# No process can handle the first two; the others end no process by default.
 _NEVER = (
     signal.SIGKILL,
     signal.SIGSTOP,
@@ -34,16 +34,16 @@ _NEVER = (
     signal.SIGURG,
     signal.SIGWINCH,
 )
-# Where torch's launcher puts its --signals-to-handle, before it makes a handler.
+# torch's launcher puts --signals-to-handle here before it creates the rendezvous handler.
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _TORCHS = "torch.distributed.elastic"
 
 
 def deaf_parent() -> str | None:
-    """The name of this process's parent, if it is PID 1 and SIGTERM does nothing to it; else None.
+    """The name of this process's parent, if the parent is PID 1 and does not handle SIGTERM.
 
-    A container's runtime signals PID 1 alone. Linux drops signals to PID 1 that it does not
-    handle, and a shell that waits for a command passes none on.
+    A container's runtime signals only PID 1. Linux drops signals that PID 1 does not handle, and a
+    shell that waits for a command forwards none.
     """
     if os.getppid() != 1:
         return None
@@ -52,7 +52,7 @@ def deaf_parent() -> str | None:
     except OSError:
         return None
     status = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    # tini and systemd wait for signals that they have blocked.
+    # tini and systemd block signals and wait for them.
     heeded = int(status["SigCgt"], 16) | int(status["SigBlk"], 16)
     return None if heeded >> (signal.SIGTERM - 1) & 1 else status["Name"]
 
@@ -60,12 +60,8 @@ def deaf_parent() -> str | None:
 class SignalWatch:
     """Calls ``announce``, in a thread of its own, when a signal ends this process.
 
-    An application's own handlers stay as they are, and their signals announce nothing: only the
-    application knows what they mean. One watch of a process listens at a time.
-
-    Args:
-        announce: what to do.
-        name: of the thread.
+    A signal with a handler of the application is not announced, because only the application knows
+    its meaning. One watch of a process listens at a time.
     """
 
     def __init__(self, announce: Callable[[], object], name: str) -> None:
@@ -76,10 +72,10 @@ class SignalWatch:
         self._attempts = Attempts()
 
     def renew(self) -> None:
-        """Listen, and replace the system's handlers; cheap, and to be called again and again.
+        """Listen, and replace the system's handlers; cheap, for repeated calls.
 
-        Python allows this in the main thread only; in another nothing happens. Where this host lets
-        nobody listen, that is told once, and tried again by later calls.
+        Has no effect outside the main thread, as Python demands. If this host lacks a resource, the
+        first call logs it, and later calls try again.
         """
         if self._released or threading.current_thread() is not threading.main_thread():
             return
@@ -88,7 +84,7 @@ class SignalWatch:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, _raise)
         if _listening is None and not self._attempts.seconds_left:
-            # A handler's exception in the midst of it would leave a watch without a thread.
+            # Block signals, because a handler's exception could leave a watch without a thread.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
             try:
                 self._listen()
@@ -107,7 +103,7 @@ class SignalWatch:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def release(self) -> None:
-        """End the thread and, where the caller may, put the system's handlers back."""
+        """End the thread and, in the main thread, restore the system's handlers."""
         self._released = True
         if self._sockets is not None:
             with contextlib.suppress(OSError):
@@ -133,7 +129,7 @@ class SignalWatch:
             receive.close()
             send.close()
             raise
-        # Referred to while it is installed: a closed descriptor's number is soon another file's.
+        # Keeps the descriptor open while it is installed; another file could get its number.
         _listening = self
         self._sockets = receive, send
 
@@ -148,13 +144,13 @@ _listening: SignalWatch | None = None
 
 
 @cache
-def _ending(told: str) -> frozenset[signal.Signals]:
+def _ending(handled: str) -> frozenset[signal.Signals]:
     """The signals that end this process unless an application handles them.
 
     Args:
-        told: the names of those for which torch's agent ends, besides the usual ones.
+        handled: the value of `_HANDLED`.
     """
-    names = {name.strip() for name in told.split(",")}
+    names = {name.strip() for name in handled.split(",")}
     more = {number for number in signal.Signals if number.name in names}
     return frozenset({*_FATAL, *more} - {*_NEVER})
 
@@ -167,8 +163,8 @@ def _ends_this_process(number: int) -> bool:
 
 
 def _raise(number: int, _: FrameType | None) -> None:
-    """As torch's handler does."""
-    # Late, so that what only waits as `take` does needs no torch; whoever listens has loaded it.
+    """What torch's handler does."""
+    # Imported late, so that this module needs no torch.
     from torch.distributed.elastic.multiprocessing import SignalException
 
     name = signal.Signals(number)
@@ -185,5 +181,5 @@ def _restore() -> None:
         _listening = None
 
 
-# A forked child shares the descriptor: its signals are not this process's.
+# A forked child shares the descriptor, and must not report its own signals there.
 os.register_at_fork(after_in_child=_restore)

@@ -1,7 +1,7 @@
-"""Stops the workers of an agent, and all that they have started, before the next ones start.
+"""Stops an agent's workers, and all processes that they have started, before the next ones start.
 
-torch signals the process group of a worker that lives, and waits for the worker alone. What a
-worker leaves behind that ended by itself gets no signal, and keeps its memory, ports and GPU.
+torch signals the process group of a live worker, and waits only for the worker. The processes that
+an ended worker leaves behind get no signal, and keep their memory, ports and GPU.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from rdzv_plugins.process.guard import processes
 
 log = logging.getLogger(__name__)
 
-# What a worker left behind that ended by itself has so long to stop, in seconds. Before that, some
-# of it ends by itself too, such as what multiprocessing starts.
+# How long the processes of an ended worker have to stop after the signal. Some, such as those of
+# multiprocessing, end by themselves within `_SETTLE_SECONDS`.
 _LEFT_SECONDS = 5.0
 _SETTLE_SECONDS = 0.2
-
-# What gets SIGKILL is waited for so long: it may hang in the kernel.
+# How long to wait after SIGKILL; a process that hangs in the kernel does not end.
 _KILLED_SECONDS = 1.0
-
 _PAUSE = 0.05
 
 
@@ -34,13 +32,13 @@ def stop(
     seconds: float,
     after_a_loss: Callable[[], float | None],
 ) -> None:
-    """Stop workers, and all of their sessions; what has not ended in time gets SIGKILL.
+    """Stop workers and all processes of their sessions, at last with SIGKILL.
 
     Args:
-        workers: their processes, by local rank.
-        number: the signal that they get first.
-        seconds: that they have to end.
-        after_a_loss: the seconds that they have, if those are fewer, once it says how many.
+        workers: pids by local rank.
+        number: the first signal.
+        seconds: until SIGKILL.
+        after_a_loss: returns a shorter time in seconds, or None.
     """
     pids = [*workers.values()]
     live = processes(pids)
@@ -72,7 +70,7 @@ def _kill_in_time(
     deadlines: Mapping[int, float],
     after_a_loss: Callable[[], float | None],
 ) -> dict[int, int]:
-    """Wait for the workers and their sessions; who got SIGKILL at its deadline, by worker."""
+    """Wait for the workers and their sessions; return the worker of each killed process."""
     killed: dict[int, int] = {}
     began, gives_up, lost = time.monotonic(), 0.0, False
     while live := processes(workers.values()):

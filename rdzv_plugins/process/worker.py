@@ -1,7 +1,6 @@
 """The workers' view of their round; see `rdzv_plugins.current`.
 
-The agent's process hands it down in one environment variable: torch starts workers with a copy of
-the agent's environment.
+The agent sets an environment variable, which torch copies to the workers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 VARIABLE = "RDZV_CURRENT_ROUND"
-"""JSON; not RDZV_PLUGINS_*, which are options."""
+"""JSON. The names RDZV_PLUGINS_* are options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +49,13 @@ class CurrentRound:
     Attributes:
         run_id: as in ``--rdzv-id``.
         round: grows with every change of membership.
-        world_id: of no other round of this run, also if the store forgot one and gave its number
-            again.
-        cause: why this round, in words: who was lost, left, failed or joined.
-        spares: how many nodes waited without a place when its ranks were given.
-        domain: this node's, where it is given or the run minds it; None: not known.
-        fencing_token: larger than that of each earlier round of the id; see `rdzv_plugins.fence`.
-        resize_file: to be made by whoever says that newcomers may come; None: nobody asks.
+        world_id: unique among the rounds of this run, even if the store forgets a round and its
+            number repeats.
+        cause: why this round formed, in words: which nodes were lost, left, failed or joined.
+        spares: how many nodes waited without a place when the ranks were given.
+        domain: of this node; None: unknown, or the run does not need it.
+        fencing_token: larger than in each earlier round of the run id; see `rdzv_plugins.fence`.
+        resize_file: a worker creates it to allow newcomers; None: the run does not wait for that.
         agent: the process id of the agent that started the worker.
     """
 
@@ -71,9 +70,9 @@ class CurrentRound:
     agent: int = 0
 
 
-# Whether it was said that `resize_now` could not do it.
-_told = False
-# Of Linux's prctl: the signal that a process gets when the thread that started it has ended.
+# Whether a failure of `resize_now` was logged.
+_has_warned = False
+# For Linux's prctl: a process gets a signal when the thread that started it has ended.
 _PR_SET_PDEATHSIG = 1
 
 _ROUNDS = msgspec.json.Decoder(CurrentRound)
@@ -85,15 +84,15 @@ def current() -> CurrentRound | None:
         found = _ROUNDS.decode(os.environ.get(VARIABLE, ""))
     except msgspec.DecodeError:
         return None
-    # An agent of another backend, that a worker of this one has started, hands the variable on.
+    # A worker may start an agent of another backend, whose workers inherit the variable.
     return found if os.environ.get("TORCHELASTIC_RUN_ID", found.run_id) == found.run_id else None
 
 
 def refuse_in_a_worker(run_id: str) -> None:
-    """Raise `ValueError` where a worker of this run would start another node of the same run.
+    """Raise `ValueError` if this process is a worker of the run, and would join it as a node.
 
-    The nodes would restart for it, and end it with the worker, again and again. Only torch's agent
-    sets TORCHELASTIC_RUN_ID, in the environment of its workers.
+    Each join would restart the workers, which would join again. Only torch's agent sets
+    TORCHELASTIC_RUN_ID, for its workers.
     """
     if os.environ.get("TORCHELASTIC_RUN_ID") == run_id:
         raise ValueError(
@@ -112,8 +111,8 @@ def end_with_agent() -> bool:
         return False
     if os.getppid() == now.agent:
         return True
-    # torch gives each worker a session of its own: then no other process stands in between, and the
-    # agent is gone. In a container of the worker's own nobody is its parent.
+    # A session's leader was started by the agent itself, so another parent means that the agent has
+    # ended. Parent 0: the worker is in a pid namespace of its own.
     if os.getsid(0) == os.getpid() and os.getppid() != 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return False
@@ -126,61 +125,57 @@ def resize_now() -> bool:
         return False
     file = Path(now.resize_file)
     try:
-        # The agent has made its folder; but cleaners take away what is old there.
+        # A cleaner of temporary files may have deleted the agent's folder.
         file.parent.mkdir(mode=0o700, exist_ok=True)
         file.touch()
     except OSError as error:
-        # One line, once: a training that goes on is worth more than newcomers.
-        global _told
-        if not _told:
+        # The training goes on without newcomers.
+        global _has_warned
+        if not _has_warned:
             log.warning(
                 "resize_now() could not tell the agent that newcomers may come (%s): the training "
                 "goes on without them",
                 error,
             )
-        _told = True
+        _has_warned = True
         return False
     return True
 
 
 class Moments:
-    """Where the workers of an agent say that newcomers may come: a file a round, in a folder.
-
-    Args:
-        warn: tells a person that no worker can say it.
-    """
+    """The files, one a round, that workers create to allow newcomers."""
 
     def __init__(self, warn: Callable[[str], object]) -> None:
         self._warn = warn
         self._warned = False
-        # A name that nobody guesses: whoever makes the folder must be of this user.
+        # A secret name, so that no other user can create the folder first.
         self._name = f"rdzv-{secrets.token_hex(8)}"
         self._folder = self._file = ""
 
     def begin(self, world_id: str) -> str:
-        """The file of this round. Its folder is made anew, since a cleaner may have taken it."""
+        """The file of this round; creates its folder, which a cleaner may have deleted."""
         try:
             self._folder = os.path.join(tempfile.gettempdir(), self._name)
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
         except OSError as error:
-            # A worker tries it once more when it has something to say.
+            # `resize_now` tries to create the folder again.
             self._folder = self._folder or os.path.join("/tmp", self._name)
-            self._tell(error)
+            self._warn_once(error)
         self._file = os.path.join(self._folder, world_id)
         return self._file
 
     def named(self) -> bool:
-        """Whether a worker has said it since this was asked last; never raises."""
+        """Whether a worker has allowed newcomers since the last call; never raises."""
         try:
             os.unlink(self._file)
         except FileNotFoundError:
             return False
         except OSError as error:
-            self._tell(error)
+            self._warn_once(error)
             return False
         return True
 
-    def _tell(self, error: OSError) -> None:
+    def _warn_once(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
             self._warn(
@@ -189,7 +184,6 @@ class Moments:
             )
 
     def close(self) -> None:
-        """Take the folder away, as far as that is possible."""
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -207,13 +201,13 @@ class _Holder(msgspec.Struct, frozen=True):
 
 
 _HOLDERS = msgspec.json.Decoder(_Holder)
-# One write of so many bytes replaces all that stood there: a crash leaves the old or the new.
+# A holder is written at once with this length, so a crash leaves the old or the new holder.
 _HOLDER_BYTES = 512
-# The run's id is cut to this length, so that all fits; it is for people.
+# The run's id, which is for people, is cut so that the holder fits.
 _ID_LENGTH = 64
 
-# The fences that a thread holds or waits for, by process and path: their descriptors. It would wait
-# for its own for ever, as where a signal comes while it saves, and its handler saves.
+# Descriptors of the fences that a thread has locked or waits for, by process and path. A signal
+# handler may save while its thread saves, and must not wait for the lock of its own thread.
 _held = threading.local()
 
 
@@ -237,20 +231,20 @@ def fence(path: str | os.PathLike[str]) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             _take(descriptor, path, now)
         except OSError as error:
-            error.filename = os.fspath(path)  # Only `open` says it.
+            error.filename = os.fspath(path)  # Only errors of `open` have it.
             raise
         yield
     finally:
         if outer is None:
             if os.getpid() == process:
-                # A process forked meanwhile has the descriptor too, and would keep the lock.
+                # Closing alone would leave the lock to a process forked in the meantime.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             del held[this]
             os.close(descriptor)
 
 
 def _take(descriptor: int, path: str | os.PathLike[str], now: CurrentRound) -> None:
-    """Write this worker's round into the fence that it has locked; raises as `fence` does."""
+    """Write this worker's round into a locked fence; raises as `fence` does."""
     data, size = os.pread(descriptor, _HOLDER_BYTES, 0), os.fstat(descriptor).st_size
     held: _Holder | None = None
     if data.strip(b"\0"):
@@ -276,13 +270,13 @@ def _take(descriptor: int, path: str | os.PathLike[str], now: CurrentRound) -> N
 
 
 def hand_down(found: CurrentRound) -> str:
-    """Have the workers that this process starts next know of their round; returns the variable."""
+    """Tell the next workers of this process their round; return the variable's value."""
     text = msgspec.json.encode(found).decode()
     os.environ[VARIABLE] = text
     return text
 
 
 def take_back(text: str | None) -> None:
-    """Forget what `hand_down` returned, unless another handler of this process has changed it."""
+    """Delete the variable, unless another handler of this process has changed it."""
     if text is not None and os.environ.get(VARIABLE) == text:
         os.environ.pop(VARIABLE, None)

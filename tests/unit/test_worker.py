@@ -98,7 +98,7 @@ class TestMoments:
 
     @pytest.fixture(autouse=True)
     def _untold(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(worker, "_told", False)
+        monkeypatch.setattr(worker, "_has_warned", False)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def test_one_is_named_once(self) -> None:
