@@ -515,14 +515,13 @@ class StoreRendezvousHandler(RendezvousHandler):
             return self._give_up(why, of_workers)
 
         def end() -> None:
-            if not self._await_store(lambda: self._close_as_member(outcome, why)):
+            node, service, rules = self._node, self._service, self._rules
+            if not self._await_store(
+                lambda: self._close(close_as_member(node, service, outcome, why, rules))
+            ):
                 self._say_farewell()  # The node has been replaced.
 
         return self._end(end, "this node could not close the run; rdzv close does")
-
-    def _close_as_member(self, outcome: Outcome, why: str) -> bool:
-        work = close_as_member(self._node, self._service, outcome, why, self._rules)
-        return self._close(work)
 
     def _costs_the_others(self) -> bool:
         """Whether this node, whose workers failed, should leave so that the others go on.

@@ -13,16 +13,16 @@ These lines test a backend elsewhere against the whole contract of `rdzv_plugins
         def store(self):
             return Store(open=open_client, address=("127.0.0.1", 7000))
 
-`KeyValueConformance` tests what needs only clients: reads and writes, waiting, many clients at
-once, and processes that are killed in the midst of a write. `NetworkConformance` adds broken
-connections, through the suite's `Proxy`, and compares the declared `Capabilities` with the round
-trips counted there. It needs `Store.address`; with ``restart`` it also tests restarts of the
-server, with ``stored`` whether the server itself deletes expired keys. Without these, the tests are
-skipped with a message. `TorchConformance` tests the contract of torch's ``RendezvousBackend`` on
-the same clients.
+`KeyValueConformance` needs only clients. It tests reads and writes, waiting, concurrent clients,
+and processes that are killed during a write. `NetworkConformance` adds broken connections, through
+the suite's `Proxy`, and compares the declared `Capabilities` with the round trips of the proxy. It
+needs `Store.address`; with ``restart`` it also tests restarts of the server, and with ``stored``
+whether the server itself deletes expired keys. Tests without what they need are skipped with a
+message. `TorchConformance` tests the contract of torch's ``RendezvousBackend`` with the same
+clients.
 
-Every test has its own namespace. The suite's time limits are generous, so that they hold on a busy
-machine with two cores; they are no benchmark.
+Every test has its own namespace. The time limits hold on a busy machine with two cores, and are no
+benchmark.
 """
 
 import pytest
@@ -55,4 +55,4 @@ class KeyValueConformance(ReadWriteTests, WaitingTests, ConcurrencyTests, Killed
 
 
 class NetworkConformance(KeyValueConformance, NetworkTests, CapabilityTests):
-    """These tests and the ones of a client of a server; needs `Store.address`."""
+    """All tests of a client of a server; needs `Store.address`."""

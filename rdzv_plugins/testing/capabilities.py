@@ -11,11 +11,11 @@ from rdzv_plugins.testing.harness import Harness, Store, present, until
 from rdzv_plugins.testing.proxy import Proxy
 from rdzv_plugins.testing.threads import Background
 
-# Allowed while a waiter is parked: a renewed long poll, a session's ping.
+# Round trips allowed while a waiter is parked: a renewed long poll, a session's ping.
 PARKED_ROUND_TRIPS = 3
 POLLS_PER_SECOND = 25
 
-# Seconds until a server has deleted expired keys; DynamoDB takes days and is not tested here.
+# How long a server may take to delete expired keys; DynamoDB takes days and is not tested.
 SWEEP = 90.0
 
 
@@ -48,8 +48,8 @@ class CapabilityTests(Harness):
             counts.append(proxy.round_trips)
             return [after - before for before, after in pairwise(counts)]
 
-        all_of_them()  # connections, scripts and the like
-        # A session's ping may come in between, but not each time.
+        all_of_them()  # The first calls also open connections and load scripts.
+        # A session's ping may come in between, but not in all three.
         counts = [all_of_them() for _ in range(3)]
         assert [min(each) for each in zip(*counts, strict=True)] == [1, 1, 1]
 

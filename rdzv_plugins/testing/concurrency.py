@@ -24,12 +24,12 @@ class ConcurrencyTests(Harness):
         for key in keys:
             won = [i for i, result in enumerate(results) if result[key][1]]
             assert len(won) == 1, f"{key} has the winners {won}"
-            # A refused write brings the entry of the one that won.
+            # A refused write returns the winner's entry.
             assert all(result[key][0] == stored[key] for result in results)
             assert stored[key].value == b"%d" % won[0]
 
     def test_every_version_is_replaced_once(self, open: Open) -> None:
-        """Increments by compare-and-set: a second winner of a version would lose one."""
+        """If two writers replaced the same version, an increment would be lost."""
         each = 40
 
         def run(client: KeyValueClient) -> set[int]:

@@ -25,7 +25,7 @@ Open = Callable[..., KeyValueClient]
 class OpenClient(Protocol):
     """Connects to a namespace.
 
-    ``address``: (host, port) to connect to in place of the store's own; None: the store's own.
+    ``address``: (host, port) to connect to; None: the store's own.
     ``request_timeout``: seconds.
     """
 
@@ -42,20 +42,19 @@ class Restart(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """The suite's knowledge of a store.
+    """A store, for the suite.
 
     Attributes:
         open: connects a client.
         address: (host, port) of the server, for the proxy.
         restart: restarts the server.
-        keeps: whether it has its data again then, unless it is to be empty.
-        stored: how many records of a namespace the server holds, counted without the client.
-        deadline_unit: of the suite's deadlines, and of its waits for what must not come, in
-            seconds; less than 1 for a store that keeps fractions of a second and answers within
-            microseconds.
-        least_deadline: seconds; the store makes a shorter deadline as long.
-        forks: ``open`` also works in a forked process, whose writes all clients see; False for a
-            store within one process, and for a client library that survives no fork.
+        keeps: whether the server keeps its data over a restart.
+        stored: counts the records of a namespace in the server, without the client.
+        deadline_unit: seconds; the unit of the suite's deadlines and waits. Less than 1 for a store
+            with deadlines in fractions of a second that answers within microseconds.
+        least_deadline: seconds; the store extends shorter deadlines.
+        forks: whether ``open`` works in a forked process, and all clients see that process's
+            writes; False for a store in one process, and for a client library that cannot fork.
     """
 
     open: OpenClient
@@ -69,7 +68,7 @@ class Store:
 
 
 class Harness:
-    """Fixtures; every client that a test opens is closed after it."""
+    """Fixtures; they close the clients that a test opens."""
 
     @pytest.fixture
     def namespace(self) -> str:
@@ -77,7 +76,7 @@ class Harness:
 
     @pytest.fixture
     def open(self, store: Store, namespace: str) -> Iterator[Open]:
-        """Connects a client straight to the store; by default to the test's namespace."""
+        """Connects a client directly to the store; by default to the test's namespace."""
         yield from _opener(store, namespace, None)
 
     @pytest.fixture
@@ -86,7 +85,7 @@ class Harness:
 
     @pytest.fixture
     def expiry_slack(self, store: Store) -> float:
-        """As `SLACK`, of what expires."""
+        """`SLACK` for deadlines."""
         return SLACK + store.least_deadline
 
     @pytest.fixture
@@ -129,7 +128,7 @@ def _opener(store: Store, namespace: str, address: Address | None) -> Iterator[O
 
 
 def present(entry: Entry | None) -> Entry:
-    """The entry, which must be there."""
+    """The entry, which must exist."""
     assert entry is not None, "there is no entry"
     return entry
 

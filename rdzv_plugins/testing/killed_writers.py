@@ -24,16 +24,16 @@ __all__ = ["KilledWriterTests"]
 
 KILLS = 4
 
-# Seconds within which a writer must connect and complete two writes.
+# How long a writer may take to connect and to complete two writes.
 BEGINS_WITHIN = 30.0
 
 # The time-out of clients that write afterwards, in seconds.
 REQUEST_TIMEOUT = 5.0
 
-# A node's record, of which only the end changes, and a value of many packets.
+# The size of a node's record, and of a value of many packets.
 SIZES = [300, 100_000]
 
-# Keys: a record and its bell; a batch that most stores write as a whole; one that most do not.
+# Keys of a record and its bell, of a batch that most stores write atomically, and of a larger one.
 BATCHES = [2, 20, 150]
 
 T = TypeVar("T")
@@ -42,11 +42,11 @@ Write = Callable[[KeyValueClient, int], object]
 """Writes a number: 1, 2, 3 and so on."""
 
 Writers = Callable[[Write], Iterator[int]]
-"""Kills one writer after the other; yields how many writes of each had returned."""
+"""Kills one writer after another; yields the number of each one's completed writes."""
 
 
 class KilledWriterTests(Harness):
-    """A write is there as a whole or not at all, and the dead writer holds up nobody."""
+    """A write is complete or absent, and a dead writer does not delay other clients."""
 
     @pytest.fixture
     def writers(self, store: Store, open: Open) -> Writers:
@@ -56,7 +56,7 @@ class KilledWriterTests(Harness):
 
     @pytest.fixture
     def client(self, open: Open) -> KeyValueClient:
-        """One that is connected before the kill."""
+        """A client that is connected before the kill."""
         return open(request_timeout=REQUEST_TIMEOUT)
 
     @pytest.mark.parametrize("size", SIZES)
@@ -64,7 +64,7 @@ class KilledWriterTests(Harness):
         self, writers: Writers, client: KeyValueClient, open: Open, size: int
     ) -> None:
         for done in writers(lambda writer, number: writer.put("key", _value(number, size))):
-            # A request that the dead writer had sent may still arrive; then its value stays.
+            # The dead writer's last request may still arrive; then its value stays.
             seen = [_number(present(client.get("key")).value) for _ in range(3)]
             assert {*seen} <= {done, done + 1}
             assert seen == sorted(seen), "the old value came back"
@@ -94,7 +94,7 @@ class KilledWriterTests(Harness):
                 entry, won = _in_time(set_mine)
                 attempts += 1
                 assert attempts <= 2, "the dead writer wrote more than once"
-            # A request that the dead writer had sent can no longer be applied.
+            # The dead writer's last request can no longer be applied.
             newcomer = open(request_timeout=REQUEST_TIMEOUT)
             assert newcomer.get("key") == entry
             assert _in_time(partial(newcomer.compare_and_set, "key", b"", present(entry).version))[
@@ -122,7 +122,7 @@ class KilledWriterTests(Harness):
             return all(earlier >= later for earlier, later in pairwise(seen))
 
         for done in writers(lambda writer, number: writer.put_many(batch(number))):
-            # A read of many keys may come while the last that the dead writer sent arrives.
+            # The dead writer's last request may arrive during a read of many keys.
             assert until(lambda: is_sound(numbers()), SLACK), f"it left a half batch: {numbers()}"
             assert {*numbers()} <= {done, done + 1}
             for successor in (client, open(request_timeout=REQUEST_TIMEOUT)):
@@ -135,7 +135,7 @@ class KilledWriterTests(Harness):
         for done in writers(lambda writer, _: writer.add("count", 1)):
             first = _in_time(partial(client.add, "count", 1))
             second = _in_time(partial(open(request_timeout=REQUEST_TIMEOUT).add, "count", 1))
-            # The dead writer's last one counts before, between or not at all.
+            # The dead writer's last addition counts before, between or not at all.
             counted = first - done, second - first
             assert counted in {(1, 1), (2, 1), (1, 2)}, f"{done} counted, then {first}, {second}"
             assert present(client.get("count")).value == b"%d" % second
@@ -143,12 +143,12 @@ class KilledWriterTests(Harness):
 
 
 def _value(number: int, size: int) -> bytes:
-    """About ``size`` bytes, of which the first half never changes and the rest is the number."""
+    """About ``size`` bytes: a first half that never changes, and the repeated number."""
     return b"." * (size // 2) + b"%08d;" % number * (size // 2 // 9)
 
 
 def _number(value: bytes) -> int:
-    """The number in a value, which must be whole."""
+    """The number in a complete value."""
     numbers = {*value.lstrip(b".").split(b";")[:-1]}
     assert len(numbers) == 1, f"a value is torn: it has {sorted(numbers)}"
     number = int(numbers.pop())
@@ -157,16 +157,16 @@ def _number(value: bytes) -> int:
 
 
 def _in_time(write: Callable[[], T]) -> T:
-    """The result of the write, within its request timeout."""
+    """The result of a write, which must end within its request timeout."""
     return Background(write).result(REQUEST_TIMEOUT + SLACK)
 
 
 def _kill_one(open: Open, write: Write) -> int:
-    """Kill a process that writes all the time; returns how many of its writes had returned."""
+    """Kill a process that keeps writing; return the number of its completed writes."""
     done, tells = os.pipe()
     parent = os.getpid()
     with warnings.catch_warnings():
-        # Since Python 3.12, where there are threads; the new process uses a client of its own only.
+        # Python 3.12 warns of threads; the new process uses only its own client.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -177,7 +177,7 @@ def _kill_one(open: Open, write: Write) -> int:
             begun = time.monotonic()
             select.select([done], [], [], BEGINS_WITHIN)
             told = os.read(done, 1)
-        # At any moment of the next writes.
+        # A random moment of the next writes.
         time.sleep(random.uniform(0, 2 * (time.monotonic() - begun)))
     finally:
         os.kill(pid, signal.SIGKILL)

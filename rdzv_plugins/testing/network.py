@@ -34,7 +34,7 @@ SERVER_AWAY = ["refuse", "black_hole"]
 
 
 class NetworkTests(Harness):
-    # A client may need several requests for one write: each answer is cut in turn.
+    # A client may need several requests for one write; the suite cuts each answer in turn.
     @pytest.mark.parametrize("number", [1, 2, 3])
     def test_write_whose_answer_is_lost_is_resolved(
         self, through: KeyValueClient, proxy: Proxy, client: KeyValueClient, number: int
@@ -61,7 +61,7 @@ class NetworkTests(Harness):
         number: int,
         exists: bool,
     ) -> None:
-        """Another client wrote equal bytes: reading them back must not look like the own write."""
+        """Another client wrote equal bytes, which must not look like this client's own write."""
         stale: Version | None = None
         if exists:
             stale = through.put("key", b"before")
@@ -140,7 +140,7 @@ class NetworkTests(Harness):
         client = open_through(request_timeout=REQUEST_TIMEOUT)
         client.put("key", b"one")
         getattr(proxy, away)()
-        # All at once: each of many requests must keep its deadline.
+        # Concurrent requests must all keep their deadlines.
         running = {name: Background(partial(call, client)) for name, call in REQUESTS.items()}
         deadline = time.monotonic() + REQUEST_TIMEOUT + SLACK
         for name, request in running.items():
@@ -257,7 +257,7 @@ class NetworkTests(Harness):
     ) -> None:
         if store.restart is None:
             pytest.skip("Store.restart is not given")
-        # Many at once, because few hit the moment between the last answer and none.
+        # Many requests, because few hit the moment of the server's last answers.
         calls = [*REQUESTS.values()]
         calls += [lambda one: one.wait("key", None, 1)] * len(calls)
         clients = [open(f"{namespace}-{number}") for number in range(4)]
@@ -292,7 +292,7 @@ class NetworkTests(Harness):
         assert client.get("key") is None
         assert client.compare_and_set("key", b"mine", known) == (None, False)
         newcomer = open()
-        # As many writes as before: a version that only counts would repeat here.
+        # At least as many writes as before, so that a version that only counts would repeat.
         again = {newcomer.put("key", b"%d again" % number) for number in range(12)}
         assert not again & {*versions, known}
         assert client.compare_and_set("key", b"mine", known)[1] is False
@@ -309,7 +309,7 @@ def _answers(client: KeyValueClient) -> bool:
 
 
 def _wait(client: KeyValueClient, version: Version | None, timeout: float) -> Entry | None:
-    """The result of `wait`, or None if it raises, as it may during an outage."""
+    """The result of `wait`; None if it raises, as it may during an outage."""
     try:
         return client.wait("key", version, timeout)
     except RendezvousConnectionError:
@@ -317,7 +317,7 @@ def _wait(client: KeyValueClient, version: Version | None, timeout: float) -> En
 
 
 def _wait_on(client: KeyValueClient, version: Version) -> Entry | None:
-    """Wait like a background thread: retry after errors until there is a new entry."""
+    """Wait for a new entry, and retry after errors."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         entry = _wait(client, version, 60)

@@ -14,16 +14,16 @@ Address = tuple[str, int]
 
 
 class Proxy:
-    """Stands between clients and a server; a context manager.
+    """Forwards connections of clients to a server; a context manager.
 
     Attributes:
         address: where clients connect: (host, port).
-        round_trips: answers that began so far, over all connections; an answer is everything that
-            the server sends between two requests of the client.
+        round_trips: the number of answers on all connections; an answer is everything that the
+            server sends between two requests of the client.
 
     Args:
         address: where to listen.
-        new_socket: makes the sockets that listen, which may be those of another network namespace.
+        new_socket: makes the listening sockets, perhaps in another network namespace.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Proxy:
         ).start()
 
     def refuse(self) -> None:
-        """Refuse new connections and cut those there are, as if nothing listened."""
+        """Refuse new connections and cut all others, as if nothing listened."""
         if self._listener is not None:
-            # Without the shutdown, the thread that is blocked in accept() keeps the port open.
+            # Without the shutdown, the thread in accept() would keep the port open.
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
@@ -66,18 +66,18 @@ class Proxy:
         self.cut()
 
     def lead_to(self, target: Address) -> None:
-        """Lead new connections to another server."""
+        """Forward new connections to another server."""
         self._target = target
 
     def cut(self) -> None:
-        """Close every connection; new ones are accepted."""
+        """Close every connection, and accept new ones."""
         with self._changed:
             links = [*self._links]
         for link in links:
             link.close()
 
     def cut_answer(self, number: int = 1) -> None:
-        """Close a connection when the ``number``-th answer from now on begins.
+        """Close the connection of the ``number``-th answer from now on, when the answer begins.
 
         The server has executed the request, and the client gets no answer.
         """
@@ -86,7 +86,7 @@ class Proxy:
 
     @property
     def answer_was_cut(self) -> bool:
-        """Whether `cut_answer` has cut its answer; if not, this cancels it."""
+        """Whether `cut_answer` has cut an answer; if not, this cancels it."""
         with self._changed:
             was_cut = self._answers_to_cut is None
             self._answers_to_cut = None
@@ -97,15 +97,15 @@ class Proxy:
         self._set_mode("hold")
 
     def black_hole(self) -> None:
-        """Accept connections and discard their bytes; `release` ends this for new connections."""
+        """Accept connections and discard their bytes, until `release`."""
         self._set_mode("lose")
 
     def release(self) -> None:
-        """Forward bytes again, held ones first; cut each connection that lost any."""
+        """Forward bytes again, first the held ones; cut each connection that lost bytes."""
         self._set_mode("forward")
 
     def close(self) -> None:
-        """Refuse and cut everything; idempotent."""
+        """Refuse and cut all connections; idempotent."""
         self.refuse()
         self.release()
 
@@ -194,7 +194,7 @@ class _Link:
 
     def close(self) -> None:
         for end in (self.client, self.server):
-            # A shutdown wakes the thread that reads it; a close alone would not.
+            # A close alone would not wake the thread that reads.
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()

@@ -1,4 +1,4 @@
-"""One request at a time: reads return exactly what was written."""
+"""Reads return exactly what was written, one request at a time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ GARBAGE: list[Version] = [
 
 NAMESPACES = [("a", "b"), ("a", "ab"), ("a", "a/b"), ("a", "A"), ("a b", "a_b"), ("a", "a%")]
 
-# The largest value that is tried, in bytes, if the store's limit is higher.
+# The largest value of the tests, in bytes, if the store's limit is higher.
 LARGEST_TRIED = 4 * 1024 * 1024
 
 
@@ -272,7 +272,7 @@ class ReadWriteTests(Harness):
         one.put("key", b"one")
         assert two.get("key") is None
         two.put_many({"key": b"two", "b/key": b"two"})
-        # "a" and "b/key" spell the same path as "a/b" and "key".
+        # Namespace "a" with "b/key" spells the same path as "a/b" with "key".
         one.put("b/key", b"one")
         assert {key: entry.value for key, entry in one.list("").items()} == {
             "key": b"one",
@@ -337,7 +337,7 @@ class ReadWriteTests(Harness):
         assert won
         newcomer.put_many({"other/key": b"new", "third": b"new"})
         assert newcomer.add("count", 1) == 1
-        # Until after the old deadline, by both clients: one may remember the deadline.
+        # Read past the old deadline with both clients, because one may remember it.
         past = begun + (2 + expiry_slack) * unit
         assert not until(
             lambda: {*client.list("")} != {"key", "other/key", "third", "count"},
@@ -378,7 +378,7 @@ class ReadWriteTests(Harness):
         client.expire(3 * unit)
         other = open()
         version = present(other.get("key")).version
-        # Existing and new keys; by the client that called `expire`, and by one that has read.
+        # Existing and new keys, from the client that called `expire` and from one that has read.
         assert other.compare_and_set("key", b"two", version)[1]
         assert other.compare_and_set("new", b"two", None)[1]
         other.put_many({"many/1": b"two", "many/2": b"two", "many/3": b"two"})

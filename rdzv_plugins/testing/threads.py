@@ -1,4 +1,4 @@
-"""Calls in background threads, whose failure fails the test."""
+"""Calls in background threads; a failed call fails the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """A call in its own daemon thread, begun at once."""
+    """A call in its own daemon thread, which starts at once."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -41,7 +41,7 @@ class Background(Generic[T]):
 
 
 def together(calls: Sequence[Callable[[], T]], timeout: float = 90.0) -> list[T]:
-    """Run the calls at the same time, each in a thread; returns their results in order."""
+    """Run the calls at the same time, each in a thread; return their results in order."""
     start = threading.Barrier(len(calls))
 
     def begin(call: Callable[[], T]) -> T:

@@ -66,7 +66,7 @@ class TorchConformance(Harness):
         _, stale = _write(backend, b"x", None)
         current = _write(second, b"y", stale)
         assert backend.set_state(b"z", stale) == (*current, False)
-        # Even when the state is, byte for byte, what it was.
+        # Also if the state has the same bytes again.
         current = _write(second, b"x", current[1])
         assert backend.set_state(b"z", stale) == (*current, False)
         assert backend.get_state() == current

@@ -1,4 +1,4 @@
-"""`KeyValueClient.wait` wakes for every change of its key, and for no other."""
+"""`KeyValueClient.wait` ends at every change of its key, and at no other change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAKE = 0.1
 
 POLLED_WAKE = 5.0
 
-# Units in which a waiter parks; if they are too few, the tests pass but test less.
+# How long a waiter may take to park, in units; if that is too short, the tests test less.
 PARKING = 0.1
 
 Write = Callable[[KeyValueClient, Entry], object]
@@ -36,7 +36,7 @@ WRITES: dict[str, Write] = {
 
 
 class Park(Protocol):
-    """Begins to wait in the background, and returns once the waiter is parked."""
+    """Starts a `wait` in the background, and returns once it is parked."""
 
     def __call__(
         self, client: KeyValueClient, version: Version | None, key: str = "key"
@@ -190,7 +190,7 @@ class WaitingTests(Harness):
     def test_nothing_is_missed_between_read_and_wait(
         self, client: KeyValueClient, other: KeyValueClient
     ) -> None:
-        """Each side writes as soon as it sees the other's write: one missed write stops both."""
+        """Each side writes when it sees the other's write, so a missed write stops both."""
         rounds = 150
 
         def answer() -> None:
