@@ -139,7 +139,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             address, settings.ports, settings.master_port, rules, f"rdzv-{run_id}-door"
         )
         self._store: AgentStore | None = None
-        self._was_told = False
+        self._saw_change = False
         self._handed_down: str | None = None
         # Whether passwords and torchrun's options are withheld from the workers.
         self._withholds = False
@@ -361,7 +361,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
         # An agent joins again if it saw a change of membership, or else if its workers failed.
-        failed = self._store is not None and not self._was_told
+        failed = self._store is not None and not self._saw_change
         costs = failed and self._costs_the_others()
         # If the run was closed in the meantime, the join below reports how it ended.
         is_closed = (latest := self._node.latest) is not None and latest.closed
@@ -380,7 +380,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 outcome = self._driver.join(failed, waited_on, patience)
         except ExhaustedError as error:
             self._raise(error)
-        self._was_told = False
+        self._saw_change = False
         self._refuse(outcome)
         document = outcome.document
         assert document is not None
@@ -425,7 +425,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._reach.go_on()
         made_up = self._store is not None and self._store.made_up
         waiting = self._node.waiting or int(made_up)
-        self._was_told = self._was_told or waiting > 0
+        self._saw_change = self._saw_change or waiting > 0
         return waiting
 
     def is_closed(self) -> bool:
@@ -658,7 +658,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if not first:
             self._gone.wait(_FAREWELL_SECONDS)
             return True
-        told: list[bool] = []
+        sent: list[bool] = []
 
         def end() -> None:
             try:
@@ -666,7 +666,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 with self._events.of("shutdown"):
                     self._driver.stop(patience)
                     last_word()
-                told.append(True)
+                sent.append(True)
             except (RendezvousConnectionError, RendezvousStateError) as error:
                 self._log.warning(f"{failed}: {error}")
             finally:
@@ -681,7 +681,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             thread.join()
         # `_release` ran in another thread; only the main thread can restore signal handlers.
         self._signals.release()
-        return bool(told)
+        return bool(sent)
 
     def _release(self) -> None:
         try:
