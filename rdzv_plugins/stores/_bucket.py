@@ -14,7 +14,7 @@ import threading
 import time
 from abc import abstractmethod
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from contextvars import Context
 from dataclasses import replace
@@ -555,7 +555,7 @@ class BucketClient(EpochClient):
             with closing(_Loop()) as loop:
 
                 async def bounded() -> T:
-                    task = asyncio.ensure_future(_of(request))
+                    task = asyncio.ensure_future(request())
                     if wake is not None:
                         loop.add_reader(wake.fd, task.cancel)
                     try:
@@ -597,13 +597,6 @@ def _said(error: Exception) -> str:
     said = redact_urls(" ".join(text.partition(": <")[0].split())[:300])
     code = re.search(r"<Code>(\w+)</Code>", text)
     return f"{said}, {code[1]}" if code else said
-
-
-def _of(request: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
-    async def call() -> T:
-        return await request()
-
-    return call()
 
 
 def _encoded(path: str) -> str:

@@ -114,12 +114,6 @@ class Http:
             self.leave(answer.server)
         return answer
 
-    @contextlib.contextmanager
-    def stream(self, request: Request, limit: Limit) -> Iterator[tuple[HTTPResponse, int]]:
-        """An answer whose lines arrive one by one until the limit, and its server's index."""
-        with self._exchange(request, limit, inf) as (connection, response):
-            yield response, connection.server
-
     def follow(self, request: Request, limit: Limit) -> Stream:
         """Send a request whose answer goes on; the caller closes it."""
         with contextlib.ExitStack() as stack:
@@ -262,13 +256,14 @@ class Stream:
     """An answer that goes on. One that waits for it may be given up, and loses nothing.
 
     Attributes:
-        status, headers: of the answer.
+        status, headers, server: of the answer, as those of an `Answer`.
     """
 
     def __init__(
         self, connection: _Connection, response: HTTPResponse, exchange: contextlib.ExitStack
     ) -> None:
         self.status, self.headers = response.status, response.headers
+        self.server = connection.server
         self._connection, self._response, self._exchange = connection, response, exchange
         self._chunks, self._text, self._searched, self._ended = b"", bytearray(), 0, False
 

@@ -20,7 +20,10 @@ import random
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, NoReturn
 
 from rdzv_plugins.kv.base import (
@@ -222,12 +225,8 @@ class Client(EpochClient):
             self._transact([], writes, limit)
 
     def _delete_at(self, paths: Iterable[str], limit: Limit) -> None:
-        names = [*paths]
-        if len(names) == 1:
-            self._ask("kv/deleterange", self._one(names[0]), limit)
-        else:
-            gone = [{"request_delete_range": self._one(path)} for path in names]
-            self._transact([], gone, limit)
+        gone = [{"request_delete_range": self._one(path)} for path in paths]
+        self._transact([], gone, limit)
 
     def _empty(self, epoch: str, limit: Limit) -> bool:
         self._ask("kv/deleterange", _range(f"{self._path}{epoch}/"), limit)
@@ -267,13 +266,14 @@ class Client(EpochClient):
         body = json.dumps({"create_request": {**self._one(path), **start}}).encode()
         headers = self._authorised(limit)
         watch = Request("POST", "/v3/watch", headers, body)
-        with self._http.stream(watch, limit) as (response, member):
-            if response.status != 200:
-                self._refuse(member, response.status, response.read(), headers)
-            for line in response:
+        with closing(self._http.follow(watch, limit)) as stream:
+            if stream.status != 200:
+                body = b"".join(stream.lines(limit))
+                self._refuse(stream.server, stream.status, body, headers)
+            for line in chain.from_iterable(iter(partial(stream.lines, limit), [])):
                 message = dict(json.loads(line))
                 if "error" in message:
-                    self._refuse(member, response.status, line, headers)
+                    self._refuse(stream.server, stream.status, line, headers)
                 for event in reversed(message["result"].get("events", [])):
                     stored = Stored.parse(_value(event["kv"]))
                     if version_of(stored) not in (None, version_of(seen)):

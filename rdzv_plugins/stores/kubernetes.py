@@ -375,22 +375,15 @@ class Client(EpochClient):
     def _watch(self, path: str, limit: Limit) -> _Watch:
         """Watch from what the path holds now."""
         opening = limit.within(self.timeout)
-        field = {"fieldSelector": f"metadata.name={self._name_of(path)}"}
-        page = self._ask("GET", f"{self._maps}?{urlencode(field)}", opening)
+        asked = {"fieldSelector": f"metadata.name={self._name_of(path)}"}
+        page = self._ask("GET", f"{self._maps}?{urlencode(asked)}", opening)
         listed = _pages.decode(page.body)
         here = [it.stored for it in listed.items or ()]
-        since = listed.metadata.resourceVersion
-        stream = self._follow(self._maps, field, since, _WATCH_SECONDS, opening)
-        return _Watch(stream, here[0] if here else None)
-
-    def _follow(
-        self, path: str, selected: dict[str, str], since: str, seconds: int, opening: Limit
-    ) -> Stream:
-        """A watch of what has changed since that version."""
-        told = {"watch": "1", "resourceVersion": since, "timeoutSeconds": str(seconds)}
+        asked["resourceVersion"] = listed.metadata.resourceVersion
+        asked |= {"watch": "1", "timeoutSeconds": str(_WATCH_SECONDS)}
         headers = self._login.headers()
-        query = urlencode(selected | told)
-        stream = self._login.http.follow(Request("GET", f"{path}?{query}", headers), opening)
+        request = Request("GET", f"{self._maps}?{urlencode(asked)}", headers)
+        stream = self._login.http.follow(request, opening)
         try:
             if stream.status != 200:
                 body = b"".join(stream.lines(opening))
@@ -398,7 +391,7 @@ class Client(EpochClient):
         except BaseException:
             stream.close()
             raise
-        return stream
+        return _Watch(stream, here[0] if here else None)
 
     def _keep(self, path: str, watch: _Watch, going_on: bool) -> None:
         """Keep a watch that goes on for the next wait."""

@@ -549,16 +549,17 @@ class Link:
                 await oldest.subscription.unsubscribe()
         return watch
 
-    async def unless_it_fails(self, work: Coroutine[Any, Any, None]) -> None:
+    async def unless_it_fails(self, work: Coroutine[Any, Any, T]) -> T:
         """Do it; raises what the connection fails of meanwhile: a server answers no request for
         which the user lacks a right, and tells of it apart.
         """
-        task = asyncio.ensure_future(work)
+        caller, task = asyncio.current_task(), asyncio.ensure_future(work)
         self.tasks.add(task)
         try:
-            await task
+            return await task
         except asyncio.CancelledError:
-            if self.failure is None:
+            # Where the caller was cancelled, nobody waits for a reason any more.
+            if self.failure is None or (caller is not None and caller.cancelling()):
                 raise
             raise self.failure from None
         finally:
@@ -617,10 +618,8 @@ class Transport:
 
     def run(self, work: Coroutine[Any, Any, T], limit: Limit, parked: bool = False) -> T:
         """Have the loop do it, within the limit; ``parked``: it waits for others."""
-        given_up = threading.Event()
         try:
-            attempt = self._attempt(work, given_up)
-            future = asyncio.run_coroutine_threadsafe(attempt, _loop())
+            future = asyncio.run_coroutine_threadsafe(self._attempt(work), _loop())
         except BaseException:
             work.close()
             raise
@@ -636,29 +635,17 @@ class Transport:
                 _loop().call_soon_threadsafe(self._leave, link)
             raise
         finally:
-            given_up.set()
             future.cancel()
 
-    async def _attempt(self, work: Coroutine[Any, Any, T], given_up: threading.Event) -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        link: Link | None = None
-        try:
+    async def _attempt(self, work: Coroutine[Any, Any, T]) -> T:
+        with contextlib.closing(work):
             link = await self.link()
-            link.tasks.add(task)
-            return await work
-        except asyncio.CancelledError:
-            if link is None or link.failure is None or given_up.is_set():
+            try:
+                return await link.unless_it_fails(work)
+            except (APIError, nats.errors.NoRespondersError) as error:
+                if getattr(error, "err_code", None) in _GONE:
+                    self._leave(link)
                 raise
-            raise link.failure from None
-        except (APIError, nats.errors.NoRespondersError) as error:
-            if link is not None and getattr(error, "err_code", None) in _GONE:
-                self._leave(link)
-            raise
-        finally:
-            work.close()
-            if link is not None:
-                link.tasks.discard(task)
 
     async def link(self) -> Link:
         """The connection; dials if there is none."""

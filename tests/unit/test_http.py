@@ -247,8 +247,8 @@ def test_the_only_server_keeps_its_connections_where_it_takes_no_more() -> None:
     with serving(serve_two) as host:
         http = Http([host], None, 5)
         http.hold(ASK, 2, within(5))
-        with pytest.raises(ConnectionError), http.stream(ASK, within(5)):
-            pass
+        with pytest.raises(ConnectionError):
+            http.follow(ASK, within(5))
         http.hold(ASK, 2, within(5))
         assert len(lines) == 3
         http.close()
@@ -266,19 +266,19 @@ def test_lines_come_one_by_one(wake: Wake) -> None:
 
     with serving(stream) as host:
         # Longer than one server's share of a request's time.
-        with Http([host], None, 0.1).stream(ASK, within(0.6, wake)) as (response, _):
-            lines = iter(response)
-            assert next(lines) == b"one\n"
+        limit = within(0.6, wake)
+        with contextlib.closing(Http([host], None, 0.1).follow(ASK, limit)) as lines:
+            assert lines.lines(limit) == [b"one"]
             time.sleep(0.2)
             more.set()
-            assert next(lines) == b"two\n"
+            assert lines.lines(limit) == [b"two"]
             with pytest.raises(TimeoutError):
-                next(lines)
-        with Http([host], None, 5).stream(ASK, within(30, wake)) as (response, _):
-            assert next(iter(response)) == b"one\n"
+                lines.lines(limit)
+        with contextlib.closing(Http([host], None, 5).follow(ASK, within(30, wake))) as lines:
+            assert lines.lines(within(30, wake))[0] == b"one"
             wake.ring()
             with pytest.raises(WokenError):
-                list(response)
+                lines.lines(within(30, wake))
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, -1.5, 0.0, 1.5, 3600.0])
