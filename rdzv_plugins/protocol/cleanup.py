@@ -31,7 +31,7 @@ from rdzv_plugins.protocol.effects import (
     Tell,
     after_conflict,
 )
-from rdzv_plugins.protocol.observer import with_rank
+from rdzv_plugins.protocol.own_rank import with_rank
 from rdzv_plugins.protocol.roster import apart, known_ranks
 from rdzv_plugins.protocol.round_record import Durations, record_of
 from rdzv_plugins.protocol.rules import INLINE

@@ -102,7 +102,7 @@ class Lead:
         elif document.phase is Phase.RUNNING and not self._expires:
             self._expiry_due = self._clock()
         if document.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING:
-            took = self._clock() - self._seen.round_since
+            took = self._clock() - self._seen.since.round
             confirming = max(0.0, took - self._gathered.gathering)
             self._untidy = document, given, replace(self._gathered, confirming=confirming)
 
@@ -139,7 +139,7 @@ class Lead:
             self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
             return True
         waits = document.phase in (Phase.FORMING, Phase.CONFIRMING)
-        age = self._clock() - self._seen.document_since
+        age = self._clock() - self._seen.since.document
         if waits and self._shards and age >= self._shards_due:
             # A fail-over may have lost the shards and kept the document.
             self._shards_due *= 2

@@ -430,7 +430,7 @@ class Node:
             self._join.start_over()  # torch's redundant nodes do so too.
         elif view.is_late and not isinstance(action, _ENDS):
             # It has a rank: the round may be about to run.
-            self._join.deadline = seen.document_since + self._rules.lease
+            self._join.deadline = seen.since.document + self._rules.lease
         if isinstance(action, _TELLS):
             yield from self._tell_what_it_asked_for()
         if self._join.waits and isinstance(action, rules.Wait):
@@ -552,11 +552,11 @@ class Node:
             joining=join.waits,
             join_left=join.deadline - now,
             document=document,
-            document_age=now - seen.document_since,
-            round_age=now - seen.round_since,
-            uptime=now - seen.running_since if seen.running_since is not None else 0.0,
-            longest_uptime=now - seen.forming_since if seen.forming_since is not None else math.inf,
-            grown_for=now - seen.grown_since,
+            document_age=now - seen.since.document,
+            round_age=now - seen.since.round,
+            uptime=now - seen.since.running if seen.since.running is not None else 0.0,
+            longest_uptime=now - seen.since.forming if seen.since.forming is not None else math.inf,
+            grown_for=now - seen.since.grown,
             latest=seen.latest,
             asked_tombstones=seen.asked_tombstones(),
             member=join.given,
@@ -757,7 +757,7 @@ class Node:
     def _write(self, document: RoundDocument) -> Effects[bool]:
         seen, join = self._seen, self._join
         gathered = Durations(
-            gathering=self._clock() - seen.round_since, last_call=seen.enough_for or 0.0
+            gathering=self._clock() - seen.since.round, last_call=seen.enough_for or 0.0
         )
         if document.run != self._rules.run:
             document = replace(document, run=self._rules.run)
@@ -818,7 +818,7 @@ class Node:
         if seen.closed or not self._beats:
             until_beat = self._rules.interval  # No beat is due.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
-        if seen.misses_its_rank and self._clock() - seen.document_since < self._rules.interval:
+        if seen.misses_its_rank and self._clock() - seen.since.document < self._rules.interval:
             timeout = min(timeout, _MISSING_SHARD_PAUSE)
         if self._join.waits:
             timeout = min(timeout, self._join.seconds_left)

@@ -18,29 +18,26 @@ from rdzv_plugins.protocol.documents import (
     Phase,
     RoundDocument,
     SealedRunError,
-    Shards,
 )
 from rdzv_plugins.protocol.effects import Effects, List, PutShards, Read, Rest
 from rdzv_plugins.protocol.failure_detector import FailureDetector
+from rdzv_plugins.protocol.own_rank import OwnRank
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import (
     MISSING,
     apart,
     complete,
     prefixes,
-    ranks_in,
-    shard_key,
-    shard_mates,
     shards_of,
 )
 from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.protocol.since import Since
 
 # A leader rests this long per record between two listings, so that a thousand joins cost a handful
 # of listings.
 _REST_PER_RECORD = 20e-6
 _SHORTEST_REST = 0.5e-3
 
-_RANKS_KEPT = 4
 # The log names at most this many nodes whose records are not believed.
 _UNBELIEVED_KEPT = 16
 # Milliseconds by which wall clocks may differ: two runs of an id that began within this time have
@@ -49,35 +46,6 @@ _CLOCKS_APART = 600_000
 _OUTDATED_KEPT = 16
 # After an outage other nodes may reconnect up to 1 s later than this one (one retry pause).
 _BACK_WITHIN = 1.0
-
-
-def with_rank(
-    document: RoundDocument,
-    node: str,
-    known: Mapping[str, dict[str, int]],
-    shard_nodes: dict[str, tuple[str, ...]] | None = None,
-) -> Effects[RoundDocument]:
-    """The document with the node's rank, if its nodes are in shards that can be read.
-
-    ``known`` has ranks by digest. ``shard_nodes`` is filled with the nodes of each read shard.
-    """
-
-    def ranked(shards: Shards | None) -> Effects[Shards | None]:
-        if shards is None or shards.ranks is not None:
-            return shards
-        ranks = known.get(shards.digest)
-        if ranks is None:
-            entry = yield from Read(shard_key(document.incarnation, shards, node))
-            part = ranks_in(entry)
-            if part is not None:
-                ranks = {node: part[node]} if node in part else {}
-                if shard_nodes is not None:
-                    shard_nodes[shards.digest] = tuple(sorted(part, key=part.__getitem__))
-        return replace(shards, ranks=ranks)
-
-    roster = yield from ranked(document.roster)
-    previous_roster = yield from ranked(document.previous_roster)
-    return replace(document, roster=roster, previous_roster=previous_roster)
 
 
 class Observer:
@@ -94,8 +62,7 @@ class Observer:
         arriving: a document that was read, while this node still reads its own rank in it.
         token: the version of the document's key as last read.
         stored: the keys of the shards of that document, by digest.
-        running_since: when the round that runs was first seen running; None: none runs.
-        forming_since: when the last document before that was first seen; None: none was.
+        since: since when each part of the document has been as it is.
         liveness: since when each node's beat has stood still.
         progress: since when the leader's count of listings has stood still.
         looks: as `NodeRecord.looks`.
@@ -117,11 +84,7 @@ class Observer:
         self.arriving: RoundDocument | None = None
         self.token: Version | None = None
         self.stored: Mapping[str, list[str]] = {}
-        self.document_since = clock()
-        self.round_since = clock()
-        self.running_since: float | None = None
-        self.forming_since: float | None = None
-        self.grown_since = clock()
+        self.since = Since(clock())
         self.latest: RoundDocument | None = None
         self.leader: NodeRecord | None = None
         self.liveness = FailureDetector()
@@ -144,14 +107,9 @@ class Observer:
         self._records_due = True
         # Whether this node lists all records although it does not lead.
         self._lists = False
-        self._runs: str | None = None  # The world_id of the round of `running_since`.
-        self._grew: tuple[str, int] | None = None  # Incarnation and round of `grown_since`.
         self._leader_is: str | None = None  # The id of the node of `leader`.
         self._listing = RecordCache(rules.lease)
-        # This node's rank by the shards' digest, for the last _RANKS_KEPT rosters.
-        self._ranks: dict[str, dict[str, int]] = {}
-        # The nodes of this node's shard in the same rosters, in rank order.
-        self._shard_nodes: dict[str, tuple[str, ...]] = {}
+        self._own_rank = OwnRank(node_id, rules.inline)
         # The keys of shards of earlier documents, by digest.
         self._outdated: dict[str, list[str]] = {}
         # A newcomer has waited long enough, and may overwrite an unreadable document.
@@ -255,35 +213,22 @@ class Observer:
             document = known or self._decode(entry)
             if document is not None and not document.is_whole:
                 self.arriving = document
-                document = yield from self._with_own_rank(document)
+                document = yield from self._own_rank.read(document)
             self.arriving = None
             self._outdated |= self.stored
             while len(self._outdated) > _OUTDATED_KEPT:
                 del self._outdated[next(iter(self._outdated))]
             was, self.document, self.token = self.document, document, token
             self.stored = shards_of(document) if stored is None else stored
-            before, self.document_since = self.document_since, self._clock()
+            self.since.note(was, document, self._clock())
             if document is not None:
-                self._note_uptime(was, before, document)
                 self._compare(was, document)
         self.document_is_fresh = True
         self._document_due = False
 
-    def _with_own_rank(self, document: RoundDocument) -> Effects[RoundDocument]:
-        document = yield from with_rank(document, self._me, self._ranks, self._shard_nodes)
-        for shards in document.rosters:
-            if shards.ranks is not None:
-                self._ranks[shards.digest] = shards.ranks
-        for kept in (self._ranks, self._shard_nodes):
-            while len(kept) > _RANKS_KEPT:
-                del kept[next(iter(kept))]
-        return document
-
     def ring(self, document: RoundDocument) -> tuple[str, ...]:
-        """The participants among which this node has links, in rank order: all, or its shard."""
-        if document.roster is not None:
-            return self._shard_nodes.get(document.roster.digest, ())
-        return shard_mates(document, self._me, self._rules.inline)
+        """As `OwnRank.ring`."""
+        return self._own_rank.ring(document)
 
     def take_outdated(self) -> list[str]:
         """The keys of shards that only earlier documents name; each key is returned once."""
@@ -313,8 +258,6 @@ class Observer:
             # Only the leader writes in the leader's name, so the write is a sign of life.
             self.liveness.heard(document.leader, self._clock())
             self.progress.heard(document.leader, self._clock())
-        if was is None or (was.incarnation, was.round) != (document.incarnation, document.round):
-            self.round_since = self._clock()
         if was is None or was.place != document.place:
             self._enough_since = None
         if document.accused or self._accused_at:
@@ -332,21 +275,6 @@ class Observer:
             if node not in same:
                 self.accused.observe(node, beat, now, now)
         self._accused_at = beats
-
-    def _note_uptime(
-        self, was: RoundDocument | None, was_since: float, document: RoundDocument
-    ) -> None:
-        """Note since when the round runs, and since when the last newcomers are in."""
-        if document.phase is not Phase.RUNNING:
-            self.running_since, self._runs = None, None
-        elif document.world_id != self._runs:
-            self.running_since, self._runs = self._clock(), document.world_id
-            same = was is not None and was.is_of(document) and was.round == document.round
-            self.forming_since = was_since if same else None
-        first_forms = (document.round, document.phase) == (0, Phase.FORMING)
-        grew = document.incarnation, -1 if first_forms else document.grew
-        if grew != self._grew:
-            self.grown_since, self._grew = self._clock(), grew
 
     def _decode(self, entry: Entry | None) -> RoundDocument | None:
         """None for an unbelieved document, as if the store had forgotten it: live nodes write it
@@ -457,7 +385,7 @@ class Observer:
         if self._document_due:
             yield from self.read_document()
         if self.misses_its_rank and self.document is not None:
-            self._improve((yield from self._with_own_rank(self.document)))
+            self._improve((yield from self._own_rank.read(self.document)))
         document = self.document
         if document is None or document.closed or self.cannot_list:
             return

@@ -1,0 +1,42 @@
+"""Since when each part of the round document has been as it is."""
+
+from __future__ import annotations
+
+from rdzv_plugins.protocol.documents import Phase, RoundDocument
+
+
+class Since:
+    """Times at which a node first saw the document as it is now, on its monotonic clock.
+
+    Attributes:
+        document: of the document itself.
+        round: of its round.
+        running: of the round that runs; None: none runs.
+        forming: of the last document before `running`; None: this node saw none.
+        grown: of the last round that let newcomers in.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.document = self.round = self.grown = now
+        self.running: float | None = None
+        self.forming: float | None = None
+        self._runs: str | None = None  # The world_id of the round of `running`.
+        self._grew: tuple[str, int] | None = None  # Incarnation and round of `grown`.
+
+    def note(self, was: RoundDocument | None, document: RoundDocument | None, now: float) -> None:
+        """Take another document in place of ``was``."""
+        before, self.document = self.document, now
+        if document is None:
+            return
+        same_round = was is not None and was.is_of(document) and was.round == document.round
+        if not same_round:
+            self.round = now
+        if document.phase is not Phase.RUNNING:
+            self.running, self._runs = None, None
+        elif document.world_id != self._runs:
+            self.running, self._runs = now, document.world_id
+            self.forming = before if same_round else None
+        first_forms = (document.round, document.phase) == (0, Phase.FORMING)
+        grew = document.incarnation, -1 if first_forms else document.grew
+        if grew != self._grew:
+            self.grown, self._grew = now, grew
