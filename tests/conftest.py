@@ -17,7 +17,7 @@ _TORCHS_EVENTS = logging.getLogger("torchelastic-events-dynamic_rendezvous")
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# Their agents fill all cores: the files of a row run one after the other, so that no more than four
+# Their agents fill all cores: the files of a row run one after the other, so that no more than five
 # jobs start at a time.
 _JOBS = {
     "scenarios": ("test_torchrun", "test_edges", "test_two_worlds"),
@@ -25,9 +25,8 @@ _JOBS = {
         "test_run", "test_policies", "test_newcomers", "test_unfit_nodes", "test_workers_ends",
         "test_exhausted", "test_moments", "test_places", "test_options",
     ),
-    "pages": (
-        "test_readme", "test_start", "test_addresses", "test_network_check", "test_slow_resolver",
-    ),
+    "pages": ("test_readme", "test_start"),
+    "hosts": ("test_addresses", "test_network_check", "test_slow_resolver"),
     "ensembles": ("test_quorum", "test_ensembles", "test_rotation"),
 }  # fmt: skip
 _ROW = {file: row for row, files in _JOBS.items() for file in files}

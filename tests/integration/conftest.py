@@ -22,12 +22,15 @@ _STORES: dict[str, tuple[str, ...]] = {
     "test_denials": _TWO,
     "test_ensembles": _TWO,
     "test_rotation": _TWO,
+    "test_security": _TWO,
     "test_servers": _TWO,
 }
+# A request to DynamoDB Local takes ten times the processor time of another store's.
+_MANY_REQUESTS = ("rdzv_plugins.testing.concurrency", "rdzv_plugins.testing.killed_writers")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Leave those servers to the long run that are large to build or to install."""
     names = [kind.name for kind in KINDS]
     for item in items:
@@ -37,7 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.soak)
         default = ("redis",) if "running_store" in params else names
         stores = [name for it in params.values() if (name := getattr(it, "name", it)) in names]
-        if not set(stores) <= set(_STORES.get(item.path.stem, default)):
+        if not set(stores) <= set(_STORES.get(item.path.stem, default)) or (
+            "dynamodb" in stores and item.obj.__module__ in _MANY_REQUESTS
+        ):
             item.add_marker(pytest.mark.full)
 
 

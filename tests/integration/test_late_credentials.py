@@ -64,18 +64,21 @@ def metadata(port: int) -> Iterator[None]:
             thread.join()
 
 
-@pytest.fixture(params=["dynamodb", pytest.param("s3", marks=pytest.mark.soak)])
-def store(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[RunningStore]:
-    """A table or a bucket that is there, on a host without credentials."""
+@pytest.fixture(scope="module", params=["dynamodb", pytest.param("s3", marks=pytest.mark.soak)])
+def server(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
     with started(next(kind for kind in KINDS if kind.name == request.param)) as store:
         store.open("first").close()
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.delenv(name)
-        for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-            monkeypatch.setenv(name, str(tmp_path / "none"))
         yield store
+
+
+@pytest.fixture
+def store(server: RunningStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningStore:
+    """A table or a bucket that is there, on a host without credentials."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    return server
 
 
 @pytest.fixture
