@@ -51,7 +51,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 """A duration."""
 Clock = Annotated[int, Meta(ge=-(2**40), le=2**40)]
 """Unix time on a host's wall clock, which may be wrong by years."""
-Moment = Annotated[float, Meta(ge=-(2**40), le=253_402_300_799)]
+EpochTime = Annotated[float, Meta(ge=-(2**40), le=253_402_300_799)]
 """Unix time before the year 10000, the last that `datetime` can show."""
 Long = Meta(max_length=1 << 17)
 """The most entries in a list of nodes."""

@@ -23,10 +23,10 @@ from rdzv_plugins.kv.gate import (
     RECORD_BYTES,
     Clock,
     Count,
+    EpochTime,
     Id,
     Key,
     Long,
-    Moment,
     Nodes,
     RefusedValueError,
     Seconds,
@@ -278,7 +278,7 @@ class Exclusion(msgspec.Struct, frozen=True, array_like=True):
     """
 
     host: Id
-    until: Moment | None = None
+    until: EpochTime | None = None
     why: Text = ""
 
     def is_in_force(self, now: float) -> bool:
@@ -310,9 +310,9 @@ class Strikes(msgspec.Struct, frozen=True, array_like=True):
     """
 
     host: Id
-    times: Annotated[tuple[Moment, ...], Long] = ()
+    times: Annotated[tuple[EpochTime, ...], Long] = ()
     served: Count = 0
-    served_until: Moment = 0.0
+    served_until: EpochTime = 0.0
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, gc=False):

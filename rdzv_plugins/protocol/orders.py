@@ -292,7 +292,7 @@ def _given(
         for node, it in records.items()
         if node not in out and not it.is_over and not is_silent(node)
     ]
-    sizes = Sizes.told(document, records.get(document.leader or ""))
+    sizes = Sizes.as_stored(document, records.get(document.leader or ""))
     return Given(
         document=document,
         ids=tuple(dict.fromkeys(nodes)),

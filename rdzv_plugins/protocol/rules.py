@@ -83,7 +83,7 @@ class Rules:
     sealed: bool = False
 
     @classmethod
-    def told(cls, document: RoundDocument, leader: NodeRecord | None) -> Rules:
+    def as_stored(cls, document: RoundDocument, leader: NodeRecord | None) -> Rules:
         """The settings, as the document and the leader's record tell them."""
         known = cls(
             min_nodes=document.min_nodes,

@@ -62,7 +62,7 @@ def assess_from_outside(
     return Situation(
         document=document,
         records=records,
-        rules=Rules.told(document, records.get(document.leader or "")),
+        rules=Rules.as_stored(document, records.get(document.leader or "")),
         wall=wall,
         lost=lost,
         silent=lost.union(filter(is_silent, nodes)),

@@ -30,9 +30,9 @@ class Sizes:
         return cls(rules.min_nodes, rules.max_nodes, unit, segment)
 
     @classmethod
-    def told(cls, document: RoundDocument, leader: NodeRecord | None) -> Sizes:
+    def as_stored(cls, document: RoundDocument, leader: NodeRecord | None) -> Sizes:
         """The sizes, as the document and the leader's record tell them."""
-        return cls.of(Rules.told(document, leader))
+        return cls.of(Rules.as_stored(document, leader))
 
     @property
     def step(self) -> int:

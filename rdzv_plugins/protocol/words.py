@@ -23,7 +23,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.policies.growth import GROWTH
 from rdzv_plugins.protocol.policies.kept_out import describe_in_force, exclusion_of, summary
-from rdzv_plugins.protocol.policies.network import own_findings, remark, slow, told, verdict_on
+from rdzv_plugins.protocol.policies.network import own_findings, remark, sentence, slow, verdict_on
 from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.situation import (
@@ -297,7 +297,7 @@ def _with_records(at: Situation, known: _Known) -> Diagnosis:
         _by_phase(at, known, bool(unfit)),
         unfit=_reasons(unfit),
         refused=_refused(at) if document.phase is not Phase.CONFIRMING else "",
-        network="; ".join(filter(None, (told(document, records), late))),
+        network="; ".join(filter(None, (sentence(document, records), late))),
         doubted=len(at.overdue) if known.leads else 0,
     )
 

@@ -89,10 +89,10 @@ class TestSizes:
 
     def test_somebody_else_reads_them_in_the_leaders_record(self) -> None:
         policy = "restart_on_loss=False,node_unit=4,rank_order=topology,segment=2"
-        told = Sizes.told(FORMING, record("n1", policy=policy))
+        told = Sizes.as_stored(FORMING, record("n1", policy=policy))
         assert told == Sizes(2, 3, node_unit=4, segment=2)
-        assert Sizes.told(FORMING, record("n1", policy="node_unit=x,segment=0")) == Sizes(2, 3)
-        assert Sizes.told(FORMING, None) == Sizes(2, 3)
+        assert Sizes.as_stored(FORMING, record("n1", policy="node_unit=x,segment=0")) == Sizes(2, 3)
+        assert Sizes.as_stored(FORMING, None) == Sizes(2, 3)
 
 
 class TestWorldSize:

@@ -257,7 +257,7 @@ def _pairs(links: Sequence[Link], records: Mapping[str, NodeRecord]) -> list[str
     return [" and ".join(labels(records, pair)) for pair in pairs]
 
 
-def told(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
+def sentence(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
     """The part on the network in the sentence of a run; empty: none."""
     faults = document.faults
     parts = [
