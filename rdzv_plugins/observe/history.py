@@ -15,12 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rdzv_plugins.kv import (
-    Entry,
-    KeyValueClient,
-    RendezvousConnectionError,
-    RendezvousStateError,
-)
+from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.gate import (
     SMALL_BYTES,
     Count,

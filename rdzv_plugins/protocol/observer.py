@@ -23,13 +23,7 @@ from rdzv_plugins.protocol.effects import Effects, List, PutShards, Read, Rest
 from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.protocol.own_rank import OwnRank
 from rdzv_plugins.protocol.record_cache import RecordCache
-from rdzv_plugins.protocol.roster import (
-    MISSING,
-    apart,
-    complete,
-    prefixes,
-    shards_of,
-)
+from rdzv_plugins.protocol.roster import MISSING, apart, complete, prefixes, shards_of
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.protocol.since import Since
 

@@ -23,14 +23,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     labels,
 )
-from rdzv_plugins.protocol.effects import (
-    CompareAndSet,
-    Effects,
-    List,
-    Read,
-    Ring,
-    after_conflict,
-)
+from rdzv_plugins.protocol.effects import CompareAndSet, Effects, List, Read, Ring, after_conflict
 from rdzv_plugins.protocol.policies import keeps_out
 from rdzv_plugins.protocol.policies.kept_out import without_hosts
 from rdzv_plugins.protocol.record_cache import RecordCache

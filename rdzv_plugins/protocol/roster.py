@@ -21,13 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rdzv_plugins.kv.gate import SHARD_BYTES, Id, Nodes, RefusedValueError, decode
-from rdzv_plugins.protocol.documents import (
-    NodeRecord,
-    Phase,
-    RoundDocument,
-    Shards,
-    digest_of,
-)
+from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Shards, digest_of
 
 if TYPE_CHECKING:
     from rdzv_plugins.kv import Entry

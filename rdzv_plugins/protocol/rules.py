@@ -12,13 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from rdzv_plugins.protocol.documents import (
-    Exclusion,
-    NodeRecord,
-    Outcome,
-    RoundDocument,
-    Status,
-)
+from rdzv_plugins.protocol.documents import Exclusion, NodeRecord, Outcome, RoundDocument, Status
 from rdzv_plugins.protocol.failure_detector import Watched
 
 INLINE = 128

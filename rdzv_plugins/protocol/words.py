@@ -13,14 +13,7 @@ from typing import TypeAlias
 
 from rdzv_plugins.protocol import policies
 from rdzv_plugins.protocol.decide import rejoin_patience
-from rdzv_plugins.protocol.documents import (
-    Names,
-    NodeRecord,
-    Phase,
-    RoundDocument,
-    Status,
-    labels,
-)
+from rdzv_plugins.protocol.documents import Names, NodeRecord, Phase, RoundDocument, Status, labels
 from rdzv_plugins.protocol.policies.growth import GROWTH
 from rdzv_plugins.protocol.policies.kept_out import describe_in_force, exclusion_of, summary
 from rdzv_plugins.protocol.policies.network import own_findings, remark, sentence, slow, verdict_on

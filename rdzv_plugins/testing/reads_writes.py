@@ -9,12 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rdzv_plugins.kv import (
-    KeyValueClient,
-    RendezvousConnectionError,
-    RendezvousStateError,
-    Version,
-)
+from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError, Version
 from rdzv_plugins.testing.harness import SLACK, Harness, Open, present, until
 
 KEYS = [

@@ -20,12 +20,7 @@ import msgspec
 import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]
 
-from rdzv_plugins.kv import (
-    Entry,
-    KeyValueClient,
-    RendezvousConnectionError,
-    RendezvousStateError,
-)
+from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.contract import UNREADABLE
 from rdzv_plugins.kv.retry import pause_after, retry, store_is_away
 

@@ -27,13 +27,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 from torch.distributed.launcher import api
 
-from rdzv_plugins.kv import (
-    Entry,
-    MemoryClient,
-    MemoryServer,
-    RendezvousConnectionError,
-    Version,
-)
+from rdzv_plugins.kv import Entry, MemoryClient, MemoryServer, RendezvousConnectionError, Version
 from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.process import agent
 from rdzv_plugins.process.agent import RunAgent

@@ -23,10 +23,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousParameters,
-)
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousParameters
 
 from rdzv_plugins.kv import MemoryServer, RendezvousConnectionError
 from rdzv_plugins.kv.contract import KeyValueClient

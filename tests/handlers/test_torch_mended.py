@@ -23,10 +23,7 @@ from rdzv_plugins.process.factory import _over
 from rdzv_plugins.settings.endpoint import Place
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.torch import dynamic_handler
-from rdzv_plugins.torch.dynamic_handler import (
-    MendedDynamicRendezvousHandler,
-    create_torch_handler,
-)
+from rdzv_plugins.torch.dynamic_handler import MendedDynamicRendezvousHandler, create_torch_handler
 from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 
 PARAMS = RendezvousParameters("redis", "", "run", 1, 1, local_addr="127.0.0.1")

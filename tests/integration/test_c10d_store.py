@@ -15,11 +15,7 @@ from typing import TypeVar
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistNetworkError,
-    DistStoreError,
-    PrefixStore,
-)
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils import store as elastic
 
 from rdzv_plugins.stores import open_client

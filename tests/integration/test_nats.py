@@ -24,11 +24,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
-from rdzv_plugins.kv import (
-    AccessDeniedError,
-    RendezvousConnectionError,
-    RendezvousStateError,
-)
+from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import together
 from tests.integration.stores import KINDS, RunningStore, started

@@ -8,14 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.servers.http import ask
-from tests.servers.process import (
-    HOST,
-    Kind,
-    NotInstalledError,
-    Security,
-    ServerProcess,
-    find_file,
-)
+from tests.servers.process import HOST, Kind, NotInstalledError, Security, ServerProcess, find_file
 
 
 class Consul(Kind):

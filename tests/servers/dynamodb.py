@@ -6,14 +6,7 @@ import shutil
 from collections.abc import Sequence
 
 from tests.servers.http import ask
-from tests.servers.process import (
-    HOST,
-    Kind,
-    NotInstalledError,
-    Security,
-    ServerProcess,
-    find_file,
-)
+from tests.servers.process import HOST, Kind, NotInstalledError, Security, ServerProcess, find_file
 
 
 class DynamoDB(Kind):

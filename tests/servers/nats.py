@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.servers.http import ask
-from tests.servers.process import (
-    HOST,
-    Kind,
-    NotInstalledError,
-    Security,
-    ServerProcess,
-    find_file,
-)
+from tests.servers.process import HOST, Kind, NotInstalledError, Security, ServerProcess, find_file
 
 # The stream of the bucket "rdzv".
 _STREAM = "KV_rdzv"

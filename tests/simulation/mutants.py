@@ -25,15 +25,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins import protocol
 from rdzv_plugins.kv import Attempts, RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.protocol import (
-    accusations,
-    cleanup,
-    parting,
-    roster,
-    rounds,
-    situation,
-    sizes,
-)
+from rdzv_plugins.protocol import accusations, cleanup, parting, roster, rounds, situation, sizes
 from rdzv_plugins.protocol import decide as decisions
 from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.documents import (
@@ -2242,9 +2234,9 @@ def keeps_what_it_found(patch: Patch) -> None:
 
 @_mutant("who has confirmed its rank has links soon, though the round does not run", 525, _DIES)
 def links_once_it_runs(patch: Patch) -> None:
-    def owe(original: Any, neighbours: Neighbours, seconds: float = 0.0) -> None:
+    def owe(original: Any, neighbours: Neighbours, seconds: float = 0.0, nodes: int = 0) -> None:
         if seconds < 1.0:
-            original(neighbours, seconds)
+            original(neighbours, seconds, nodes)
 
     patch(Neighbours, "owe_links", owe)
 

@@ -17,12 +17,7 @@ from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.process.driver import perform
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.contact import Standing
-from rdzv_plugins.protocol.documents import (
-    STATE_KEY,
-    NodeRecord,
-    RoundDocument,
-    Status,
-)
+from rdzv_plugins.protocol.documents import STATE_KEY, NodeRecord, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.rules import Rules
 

@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistNetworkError,
-    DistStoreError,
-    PrefixStore,
-    TCPStore,
-)
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rdzv_plugins.kv import Capabilities, Entry, MemoryClient, MemoryServer, Version
 from rdzv_plugins.torch.c10d_store import KeyValueStore

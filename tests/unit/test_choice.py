@@ -13,14 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rdzv_plugins.protocol.decide import decide
-from rdzv_plugins.protocol.documents import (
-    Cause,
-    Names,
-    NodeRecord,
-    Phase,
-    RoundDocument,
-    Status,
-)
+from rdzv_plugins.protocol.documents import Cause, Names, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.policies.ranks import natural_key
 from rdzv_plugins.protocol.policies.selection import choose
 from rdzv_plugins.protocol.rules import Action, Rules, SetRecord, Wait, Write

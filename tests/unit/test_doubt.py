@@ -6,13 +6,7 @@ import pytest
 
 from rdzv_plugins.kv import Entry
 from rdzv_plugins.protocol.decide import decide
-from rdzv_plugins.protocol.documents import (
-    NODES_PREFIX,
-    NodeRecord,
-    Phase,
-    RoundDocument,
-    Status,
-)
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.effects import List, Read
 from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.protocol.observer import Observer

@@ -10,12 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from rdzv_plugins.kv import (
-    ClientClosedError,
-    MemoryClient,
-    MemoryServer,
-    RendezvousConnectionError,
-)
+from rdzv_plugins.kv import ClientClosedError, MemoryClient, MemoryServer, RendezvousConnectionError
 from rdzv_plugins.observe.exporter import Exporter
 from rdzv_plugins.observe.history import LIST, Archive
 from rdzv_plugins.observe.inspection import Condition

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rdzv_plugins.protocol.documents import (
-    Cause,
-    Names,
-    NodeRecord,
-    Phase,
-    RoundDocument,
-    Status,
-)
+from rdzv_plugins.protocol.documents import Cause, Names, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.words import Diagnosis, Pace, diagnose, of_node
 from tests import replace

@@ -22,12 +22,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, Stored, segments
-from rdzv_plugins.kv.contract import (
-    Attendance,
-    Capabilities,
-    MembersUp,
-    RendezvousConnectionError,
-)
+from rdzv_plugins.kv.contract import Attendance, Capabilities, MembersUp, RendezvousConnectionError
 from rdzv_plugins.kv.epochs import MARK, Epoch, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.register.messages import Held
