@@ -100,6 +100,7 @@ class Run:
             self.id, store, backend, least, most, ADDRESS,
             RendezvousTimeout(
                 join=timedelta(seconds=settings.join_timeout),
+                close=timedelta(seconds=100),
                 last_call=timedelta(seconds=settings.last_call_timeout),
             ),
             **beats,
