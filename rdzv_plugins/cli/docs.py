@@ -11,7 +11,7 @@ import typer
 
 HERE = Path(__file__).resolve().parent
 
-# In a wheel `make build` has put the site here; in a checkout it is where `make docs` builds it.
+# `make build` puts the site here in a wheel; in a checkout `make docs` builds it elsewhere.
 _PLACES = HERE / "site", HERE.parents[1] / "build" / "site"
 
 

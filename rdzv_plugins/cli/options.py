@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # The exit status of a command whose time to wait is over.
 _WAITED_IN_VAIN = 7
 
-# A shell waits at most so long for a store.
+# A shell waits for a store for at most this many seconds.
 _COMPLETION_SECONDS = 2
 
 DEFAULT_BACKEND = "redis"
@@ -39,7 +39,7 @@ BackendOption = Annotated[
         "--rdzv-backend",
         "-b",
         envvar="RDZV_BACKEND",
-        # Not from the table of stores: to import it takes a quarter of a second.
+        # Not from the table of stores: importing that takes a quarter of a second.
         help="the store: redis, zookeeper, dynamodb, consul, etcd-v3, postgres, nats, quorum, "
         "kubernetes, s3, azure or another package's",
     ),
@@ -60,7 +60,7 @@ def _possible(given: typer.Context, option: typer.CallbackParam, run_id: str) ->
     """Refuse an id that no run can have; "" stands for none where none was given."""
     from rdzv_plugins.settings.run_ids import refuse_unless_possible
 
-    # By its name: some versions of typer have a click of their own.
+    # Compare the class's name: some versions of typer bundle their own click.
     source = given.get_parameter_source(option.name or "")
     is_default = source is not None and source.name == "DEFAULT"
     return run_id if is_default else refuse_unless_possible(run_id)

@@ -221,7 +221,7 @@ def exclude(
                 if given.nodes:
                     told.say_order(_exclusion(run, given), given, found[run], dry_run=True)
             return
-        # First where the next runs find it: one may be founded at this moment.
+        # First exclude the host for later runs: a run may begin at this moment.
         about.archive(run_id).exclude(exclusion, now, all_runs=all_runs)
         told.say(f"{describe(exclusion, now)}; from {whose}", host=host, until=until)
         fresh = [it for it in _open_runs(about, run_id) if it not in found]

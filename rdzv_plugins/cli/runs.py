@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 _NODES_SHOWN = 32
 _ROUNDS_SHOWN = 10
-# On a small screen so many come before nodes that are as they should be; the lines of a frame.
+# A small screen keeps at least _ROUNDS_KEPT rounds, before it shows nodes without a problem; a
+# frame takes _FRAME lines.
 _ROUNDS_KEPT = 3
 _FRAME = 4
 _AS_IT_SHOULD_BE = 2

@@ -22,7 +22,7 @@ from rdzv_plugins.protocol.states import State
 # How often the store is read while somebody looks, and while nobody does, in seconds.
 _INTERVAL = 1.0
 _IDLE_INTERVAL = 15.0
-# A page that has asked for something is taken to be open for so long.
+# A page counts as open for this many seconds after its last request.
 _ATTENTION_SECONDS = 10.0
 _STOP_SECONDS = 2.0
 # The most sizes of a run that are kept while the dashboard looks.
@@ -144,7 +144,7 @@ class Poller:
         }
         lines = [*map(_line, reports.values())]
         snapshot = Snapshot(now, time.monotonic(), away, lines, reports, self._sizes)
-        # The loop is closed where the server ends at this moment.
+        # The loop is closed if the server has just ended.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._publish, snapshot)
 
@@ -180,7 +180,8 @@ def sizes(rows: Sequence[Row], seen: Sequence[Size]) -> list[tuple[str, int]]:
             continue
         gone = sum(len(getattr(row, cause)) for cause in _GONE)
         if found and found[-1][1] and gone and row.seconds is not None:
-            # They were gone when it began to form. A row names sixteen of a cause at most.
+            # These nodes were gone when the round began to form. A row names at most sixteen nodes
+            # per cause.
             at, before = found[-1]
             began = datetime.fromisoformat(row.at) - timedelta(seconds=row.seconds.total)
             there = max(0, min(before - gone, row.nodes))

@@ -30,11 +30,11 @@ from rdzv_plugins.settings.endpoint import at
 _LOOK_SECONDS = 1.0
 _SILENT_SECONDS = 15.0
 _END_SECONDS = 5
-# With more clients at once the one that has asked nothing for longest goes. Where all wait for an
-# answer, the new one is told that the server is busy.
+# With more clients at once, the client that has been idle for longest is cut off. If all wait for
+# an answer, the new client is told that the server is busy.
 _MOST_CLIENTS = 200
 _KEEP_ALIVE_SECONDS = 10
-# A request is there within so long, however it drips, and has no more bytes than this.
+# A request must arrive whole within this many seconds, and have no more bytes than this.
 _REQUEST_SECONDS = 10.0
 _MOST_REQUEST_BYTES = 16 << 10
 
@@ -234,7 +234,7 @@ class _Access:
         if refusal is None or access.is_cookie(request.cookies.get(self._cookie, "")):
             return None
         if access.is_token(request.query_params.get("token", "")):
-            # The token stays neither in the address nor in the browser's history.
+            # Redirect, so that the token leaves the address bar and the browser's history.
             answer = RedirectResponse("/", 303)
             answer.set_cookie(self._cookie, access.cookie, httponly=True, samesite="lax")
             return answer

@@ -15,7 +15,7 @@ def check(directory: str | None, least: float) -> str | None:
 
     ``directory`` None: $TMPDIR, or the system's.
     """
-    # Not tempfile.gettempdir(): that looks for another directory where $TMPDIR cannot be written.
+    # Check $TMPDIR itself: gettempdir() skips it if it is not writable.
     place = directory or os.environ.get("TMPDIR") or tempfile.gettempdir()
     try:
         free = shutil.disk_usage(place).free / _GIB

@@ -102,7 +102,7 @@ class Gate:
         except Empty:
             raise CannotRunError(f"it gave no answer within {self._seconds:g} s") from None
         finally:
-            # Also where the caller was interrupted.
+            # Reached after an interrupt of the caller too.
             if not attempt.ends():
                 self._hung[check.name] = attempt
         if isinstance(answer, CannotRunError):
@@ -136,7 +136,7 @@ class _Attempt(threading.Thread):
         super().__init__(name=f"rdzv-check-{check.name}", daemon=True)
         self.answers: SimpleQueue[str | CannotRunError | None] = SimpleQueue()
         self.given_up = threading.Event()
-        # Not is_alive(): Python 3.11 says no once a signal has interrupted a join.
+        # Not is_alive(): Python 3.11 returns False after a signal has interrupted a join.
         self.ended = threading.Event()
         self._check = check
 
@@ -178,7 +178,7 @@ def refuse_unknown_checks(settings: Settings) -> None:
     """Raises `ValueError` for a check that nobody has, and for a command that is none."""
     if settings.check_command is not None:
         arguments_of(settings.check_command)
-    # To look through all installed packages takes 5 ms: not where the names are known.
+    # Searching all installed packages takes 5 ms, so skip it if all names are shipped.
     others = [name for name in settings.check_names if name not in SHIPPED]
     if others and not settings.check_fails_open:
         known = _names()

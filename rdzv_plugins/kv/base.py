@@ -87,19 +87,19 @@ STAMP_BYTES = 9
 UNREACHED = "could not be reached"
 """In the error of a store that gave no answer from which the cause could be told."""
 
-# `add` fails after so many request timeouts in which other clients were always faster.
+# `add` fails after this many request timeouts in which other clients were always faster.
 _ADD_TIMEOUTS = 12
 
-# As the C libraries say it; some client libraries pass on the text alone.
+# The C libraries' text; some client libraries pass on only the text.
 _UNRESOLVED = re.compile(
     "Name or service not known|nodename nor servname|name resolution|No address associated"
     "|Name does not resolve|could not translate host name|Failed to resolve"
 )
 
-# The modules whose errors parsing raises where an answer is not as its server writes it.
+# Modules whose errors mean that an answer could not be parsed.
 _PARSERS = {*sys.stdlib_module_names, msgspec.__name__}
 
-# By which a clock may differ from a server's.
+# Seconds by which this host's clock may differ from a server's.
 _CLOCK_SECONDS = 30.0
 
 # `wait` polls a store that cannot push this often, in seconds.
@@ -230,7 +230,8 @@ class Wake:
     def poll(self, seconds: float, fd: int | None = None, events: int = 0) -> dict[int, int]:
         """Wait up to ``seconds``; returns the events of its own ``fd`` and of the one given."""
         if (fd, events) != self._other:
-            # A poll object knows a descriptor by its number, which is mostly that of last time.
+            # A poll object identifies a descriptor by its number, which a new socket usually gets
+            # again.
             if self._other[0] is not None:
                 self._poll.unregister(self._other[0])
             if fd is not None:
@@ -653,8 +654,8 @@ class StoreClient(KeyValueClient):
         if isinstance(error, WokenError):
             raise error
         woken = wake is not None and (self._closed or wake.rung)
-        # A signal's handler, such as torch's, may raise one of its own here. Libraries also raise
-        # errors about their own state where another thread closes the connection.
+        # A signal's handler, such as torch's, may raise an error of its own here. Libraries raise
+        # errors about their own state when another thread closes the connection.
         if woken and self._meaning(error) is not None:
             raise WokenError from None
         if isinstance(error, RendezvousError | OptionError):
@@ -670,9 +671,9 @@ class StoreClient(KeyValueClient):
             kind = RendezvousStateError
         elif problem.denied:
             kind = AccessDeniedError
-        # With a server's own words, which may be anything.
+        # The text quotes the server: it may hold control characters, or secrets in URLs.
         text = plain(redact_urls(f"{self.where} {problem.text}"))
-        # Not as a cause: torchrun would print the library's frames before the line that counts.
+        # Raise from None: torchrun would print the library's frames before the line that counts.
         told = str(error)
         log.debug("%s", text, exc_info=error if redact_urls(told) == told else None)
         raise kind(text) from None
@@ -707,7 +708,7 @@ class StoreClient(KeyValueClient):
 
     def _take_wake(self) -> Wake:
         with self._wakes_lock:
-            # It takes 0.02 ms to create: reuse one.
+            # Creating a Wake takes 0.02 ms, so reuse one.
             wake = self._spare_wakes.pop() if self._spare_wakes else Wake()
             self._wakes.add(wake)
         if self._closed:

@@ -27,7 +27,7 @@ _NO_THREAD = "can't start new thread"
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
-# To open a TCPStore, or to start a worker, takes up to a dozen descriptors at once.
+# Opening a TCPStore, or starting a worker, takes up to a dozen descriptors at once.
 _DESCRIPTORS = 16
 
 

@@ -161,7 +161,7 @@ class SealedClient(KeyValueClient):
         self._warned_of_others = False
         # The last listing, by key: the sealed entry, and the verified one.
         self._listed: dict[str, tuple[Entry, Entry]] = {}
-        # By awaited key: the version that the caller knows, and that of the last invalid value.
+        # By awaited key: the caller's version, and the version of the last invalid value.
         self._passed: dict[str, tuple[Version | None, Version]] = {}
         self._woken = threading.Condition()
         self._interrupts = 0

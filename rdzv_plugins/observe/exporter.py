@@ -79,7 +79,7 @@ class Exporter(Collector):
 
     def health(self) -> tuple[bool, str]:
         """True also while the store is away: a restart of this process would not bring it back."""
-        # Clients without a token may ask here: where the store is stands at /why.
+        # Clients without a token may ask here, so only /why names the store.
         return True, "the store is away; /why says which" if self._away() is not None else "ok"
 
     def why(self) -> str:

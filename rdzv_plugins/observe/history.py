@@ -43,9 +43,10 @@ LIST = "!runs"
 EXCLUDED = "!excluded"
 """The run id whose namespace has the exclusions: a key for each run id, and one for all."""
 _ALL_RUNS = "!all"
-# An exclusion without an end is forgotten so long after the last order of its kind under a prefix.
+# The store forgets exclusions without an end this many seconds after the last `rdzv exclude` under
+# a prefix.
 _LONGEST_EXCLUSION = 365 * 24 * 3600.0
-# Nothing is left in the store so long after the last exclusion was taken back.
+# The store deletes the exclusions this many seconds after the last one was taken back.
 _AFTER_THE_LAST = 60.0
 
 # A node that was away for less finds the tombstone of its run.
@@ -282,7 +283,7 @@ class Archive:
                     return
                 kept = (it for entry in entries.values() for it in _hold(_excluded(entry), now))
                 ends = [_LONGEST_EXCLUSION if it.until is None else it.until - now for it in kept]
-                # Not at once: another may write one at this moment.
+                # Not at once: another command may write an exclusion at this moment.
                 client.expire(min(max(ends, default=_AFTER_THE_LAST), _LONGEST_EXCLUSION))
                 entries = client.list("")
 
@@ -334,7 +335,7 @@ def read_list(client: KeyValueClient) -> dict[str, Listed]:
         sealed = any(is_sealed(entry.value) for entry in entries.values())
         if said := f"the list of runs {NO_SECRET_HERE}" if sealed else client.why_absent(""):
             raise RendezvousStateError(said)
-    # An earlier version took what stands here for runs: `rdzv clean --dead` would delete it.
+    # An earlier version lists other keys as runs, and its `rdzv clean --dead` would delete them.
     return {run: it for run, it in runs.items() if is_possible(run)}
 
 

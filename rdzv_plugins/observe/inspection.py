@@ -46,13 +46,13 @@ SCHEMA = 1
 # How long heartbeats are watched while a round forms, and how long at most if none comes.
 _WATCHED_SECONDS = 2.0
 _LONGEST_WATCH_SECONDS = 12.0
-# Where heartbeats come so often, to watch for one takes no longer than a time in seconds is off.
+# With heartbeats this often, watching for one is as exact as a stored time in whole seconds.
 _SHORT_INTERVAL = 2.0
 
 LOOK_SECONDS = 0.2
 """How often a run is read while its heartbeats are watched."""
 
-# A sentence names so many hosts whose clocks differ.
+# A sentence names at most this many hosts whose clocks differ.
 _CLOCKS_SHOWN = 4
 
 
@@ -136,7 +136,7 @@ class Inspection:
         self._cache = RecordCache()
         self._asked_archive = False
         self._began = self._looked = time.monotonic()
-        # Seconds by which each node's wall clock is ahead of this host's, where that was measured.
+        # By node, the measured seconds by which its wall clock is ahead of this host's.
         self._clocks: dict[str, float] = {}
 
     def look(self) -> None:

@@ -78,9 +78,9 @@ class RunLog:
             "rdzv_node": self._node.record.label,
             "rdzv_cause": plain(latest.reason) if latest is not None else "",
         }
-        # A server's error, or what stands in the store, may hold anything.
+        # A server's error or a stored value may hold control characters.
         line, run = plain(text), f"run '{self._run_id}'"
         if not line.startswith(run):
             line = f"{run}: {line}"
-        # The place in the source is that of the caller's caller.
+        # Name the source line of the caller's caller.
         self._logger.log(level, "%s", line, extra=fields, stacklevel=3)

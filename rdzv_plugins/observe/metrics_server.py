@@ -25,14 +25,15 @@ from rdzv_plugins.settings.endpoint import at
 
 log = logging.getLogger(__name__)
 
-# A client has so long to send its request, and to read the answer, whatever it sends or reads.
+# A client has this long to send its request, and again this long to read the answer.
+# A client that sends or reads slowly gets no more time.
 _CLIENT_SECONDS = 5.0
-# Where a request says whose it is.
+# The environment key under which a request names its client.
 _CLIENT = "rdzv.client"
-# With more clients at once the one that has been there for longest goes. A client whose page is
-# being made goes last: else clients that may read no page would cut off each page that takes long.
+# With more clients at once, the oldest connection is cut off, and a client whose page is being made
+# last: otherwise clients without a right to any page would cut off each slow page.
 _MOST_CLIENTS = 16
-# How soon the thread sees that it is to end, where closing the socket does not wake it.
+# The server thread checks this often whether to stop; a closed socket may not wake it.
 _LOOK_SECONDS = 0.5
 _STOP_SECONDS = 2.0
 
@@ -67,7 +68,7 @@ class MetricsServer:
         self._health = health
         self._why = why
         self._stopping = threading.Event()
-        # What is shown is made by one thread at a time; whether all is well is told beside that.
+        # One thread at a time makes the page; the health check does not wait for it.
         self._one = threading.Lock()
         self._server = (_ServerOnIPv6 if ":" in host else _Server)((host, port), _Request)
         self._server.set_app(self._answer)
@@ -98,7 +99,7 @@ class MetricsServer:
         while not self._stopping.is_set():
             try:
                 self._server.handle_request()
-                # Cut off also those that drip, which are never silent.
+                # A client that sends a byte now and then is never silent: cut it off here.
                 self._server.cut_late(time.monotonic())
             except (OSError, ValueError):
                 if not self._stopping.is_set():
@@ -195,7 +196,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             client.shutdown(socket.SHUT_RDWR)  # Its thread's next read or write ends.
 
     def server_bind(self) -> None:
-        # That of the library looks up the host's name, which may take a silent resolver's time-out.
+        # HTTPServer.server_bind looks up the host's name, which may take a resolver's time-out.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()

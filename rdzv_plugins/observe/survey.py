@@ -23,9 +23,10 @@ from rdzv_plugins.protocol.documents import Outcome
 log = logging.getLogger(__name__)
 
 _BRIEF_WATCH_SECONDS = 1.0
-# The connections of so many runs stay open. Any other run is read over one that is closed again.
+# At most this many runs have a connection that stays open. Each look at another run opens one and
+# closes it.
 _MOST_CONNECTIONS = 32
-# After the first look so many of those others are read in one look, in turn: each takes its time.
+# After the first look, each look reads at most this many of the other runs, in turn.
 _MOST_IN_TURN = 64
 
 

@@ -154,7 +154,7 @@ def _addresses() -> Iterator[Candidate]:
 
 
 def _is_up(interface: str) -> bool:
-    # Not /sys/class/net, which may be that of another network namespace.
+    # Not /sys/class/net: it may show another network namespace.
     asked = struct.pack("16sH14x", os.fsencode(interface), 0)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
@@ -167,7 +167,8 @@ def _is_up(interface: str) -> bool:
 def is_at_loopback(store: Place) -> bool:
     """Whether a store is at a socket's path, or at hosts that are all reached at loopback."""
     if store.of_nodes:
-        # A member on this host listens where the others come, whatever its name stands for here.
+        # A member on this host listens at the address that other hosts dial, even if its name means
+        # loopback here.
         return bool(store.hosts) and all(is_loopback(host) for host, _ in store.hosts)
     if store.on_socket:
         return True

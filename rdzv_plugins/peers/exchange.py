@@ -49,7 +49,8 @@ def exchange(node: str, endpoint: str, seconds: float, size: int = EXCHANGED) ->
         return rest
 
     if _NODE.fullmatch(node) is None:
-        # It stands in the store. Else its line ends would be commands to whoever listens there.
+        # The id comes from the store: line ends in it would be commands to the server at that
+        # address.
         raise ConnectionError("what stands in the store is the id of no node")
     with _connect(endpoint, seconds) as line:
         line.settimeout(left())

@@ -40,22 +40,24 @@ _FAREWELL = b"bye\n"
 
 # For a connection, and the answer to its greeting.
 _DIAL_SECONDS = 2.0
-# A link that is closed where it was just made: what is dialled may be ending. Once more.
+# A link that is closed within this time is dialled once more: its process may be ending.
 _AT_ONCE_SECONDS = 0.05
 # Between two dials of what is silent, or was never reached: twice as long each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-# A process that was found gone is dialled again so soon, so often, and then after those pauses: a
-# firewall that refused for it may be taken down, and the link is what its death will show by.
+# A process that was found gone is dialled again _OFTEN times, every _AGAIN_SECONDS, and then after
+# the pauses above: a firewall may have refused the dial, and only a link will show the process's
+# death.
 _AGAIN_SECONDS, _OFTEN = 0.2, 50
-# When it has refused so often it is told of once more: its last heartbeat may have reached the
-# store after the first time, and have seemed an answer.
+# After this many refusals the process is reported again: its last heartbeat may have reached the
+# store after the first report, and seemed to answer it.
 _TOLD_AGAIN = 10
-# Without traffic a firewall forgets a connection; the kernel sees to this, and wakes no process.
+# A firewall forgets a connection without traffic, so the kernel sends keep-alives; they wake no
+# process.
 _KEEP_ALIVE_SECONDS = 60
 _MOST_LINKS = 256
-# People are told of a neighbour after the third dial in vain.
+# The third failed dial of a neighbour is logged.
 _TOLD_PAUSE = 4 * _FIRST_PAUSE
-# A link that breaks so soon, so often in a row, is made again after pauses.
+# A link that broke within _SHORT_SECONDS, _MOST_SHORT times in a row, is made again after pauses.
 _SHORT_SECONDS, _MOST_SHORT = 1.0, 3
 
 _Address = tuple[int, Any]
@@ -109,12 +111,12 @@ class Links:
         self._heard: set[Standing] = set()
         self._standing = Standing.ACCEPTED
         self._warn = warn
-        # Hosts to which there was no link, and people have been told.
+        # Hosts that could not be linked, as the log has said.
         self._told: set[str] = set()
         self._peers: dict[str, _Peer] = {}
         self._accepted: list[_Accepted] = []
-        # The hosts where a node has answered, and whether both ends saw the same addresses. That
-        # another refuses tells nothing where none has: a firewall may be why.
+        # By host where a node has answered: whether both ends saw the same addresses. A refusal by
+        # a host where no node has answered proves nothing: a firewall may refuse.
         self._reached: dict[str, bool] = {}
         rest = _NONCE + 2 * _DIGEST + 2
         listener.answer(_OPENING + _digest(node, run_id) + b" ", rest, self._accept)
@@ -217,7 +219,7 @@ class Links:
             link.say(self._standing)
         self.listen()
 
-    def found_gone(self, node: str, host: str, direct: bool | None) -> bool:
+    def is_evidence(self, node: str, host: str, direct: bool | None) -> bool:
         """Whether it counts as evidence: it had a direct link, or such ones show what refuses.
 
         ``direct``: whether the ends of its link saw the same addresses; None: it never had one.
@@ -356,7 +358,7 @@ class _Dialled(_Link):
         self._result = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if self._result:
             return None
-        # A port that is free may be this socket's own, and TCP connects it to itself.
+        # With no listener at the port, TCP may have connected this socket to itself.
         own, other = self.socket.getsockname(), self.socket.getpeername()
         if own == other:
             self._result = errno.ECONNREFUSED
@@ -407,9 +409,9 @@ class _Peer:
         self._direct: bool | None = None
         # How many links in a row lasted for a moment only.
         self._short = 0
-        # It was found gone, and has not answered since.
+        # The process was found gone and has not answered since.
         self._is_gone = False
-        # It has refused so often since that was told last; None: it is to be told.
+        # Refusals since the last report; None: the next refusal is reported.
         self._times: int | None = None
         self._pause = _FIRST_PAUSE
         self._turn = 0
@@ -442,7 +444,7 @@ class _Peer:
         try:
             ip_address(self._host.partition("%")[0])
         except ValueError:
-            # A resolver may hang. Where no thread can start now, it has no link.
+            # getaddrinfo may hang. If no thread can start, this peer gets no link.
             with suppress(RuntimeError, MemoryError):
                 threading.Thread(target=look_up, daemon=True).start()
         else:
@@ -509,11 +511,11 @@ class _Peer:
             return
         self._noes += 1
         addresses = len(self._addresses) if self._direct is None else 1
-        found_gone = partial(self._links.found_gone, self._node, self._host, self._direct)
+        is_evidence = partial(self._links.is_evidence, self._node, self._host, self._direct)
         if self._noes < (addresses if refused else 2 * addresses):
             self._dial_after(_AT_ONCE_SECONDS)
             return
-        if self._times is None and not found_gone():
+        if self._times is None and not is_evidence():
             self._dial_later()
             return
         self._is_gone, self._times = True, (self._times or 0) + 1
@@ -521,7 +523,7 @@ class _Peer:
             self._dial_later()
             return
         if self._times == _TOLD_AGAIN:
-            found_gone()
+            is_evidence()
         self._dial_after(_AGAIN_SECONDS)
 
     def _dial_later(self) -> None:

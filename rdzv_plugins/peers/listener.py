@@ -164,7 +164,7 @@ class Listener:
 
     def close_in_child(self) -> None:
         """Close what a forked process has of its sockets; they stay open in this one."""
-        # The selector is shared: it is not told.
+        # The selector is shared, so closing a socket does not wake it.
         for it in (self._server, self._wakes, self._woken, *(line.socket for line in self._lines)):
             it.close()
 
@@ -276,7 +276,7 @@ def _close_in_child() -> None:
 
 
 # A forked worker that outlives its agent would keep the agent's links, and its port: nobody would
-# see that the agent has ended. It closes those that it knows of, which are all that are served.
+# see that the agent has ended. The child closes all links that are served.
 os.register_at_fork(
     before=unforked.acquire, after_in_parent=unforked.release, after_in_child=_close_in_child
 )

@@ -18,11 +18,12 @@ from rdzv_plugins.peers.exchange import dial
 
 _DIAL_SECONDS = 5.0
 _STOP_SECONDS = 0.2
-# A round that ends at once has nobody at MASTER any more: look again before it is told.
+# MASTER of a round that ends at once is closed already: look again before warning.
 _ATTEMPTS, _PAUSE_SECONDS = 2, 1.0
 # After a round began.
 _DELAY_SECONDS = 1.0
-# Rank 0's TCPStore has one thread, and workers dial it too: so many nodes dial it in a second.
+# At most this many nodes dial rank 0's TCPStore in a second: it has one thread, and workers dial it
+# too.
 _DIALS_A_SECOND = 200.0
 
 
@@ -66,7 +67,7 @@ class Reach:
                     if fault and missing_for_workers() is None:
                         self._warn(f"round {round_} has several hosts, and {fault}")
             except Exception as error:
-                # Where this host has run out of something, nobody can tell which nodes it reaches.
+                # An exhausted host cannot tell which nodes it reaches.
                 if exhausted(error) is None:
                     raise
 
@@ -80,7 +81,7 @@ class Reach:
         if self._thread is not None and self._thread.is_alive():
             return
         (_, look), self._planned = self._planned, None
-        # Where none can start now, another round will do.
+        # If no thread can start now, a later round is checked.
         with suppress(RuntimeError, MemoryError):
             thread = threading.Thread(target=look, name=self._name, daemon=True)
             thread.start()

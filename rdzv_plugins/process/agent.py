@@ -154,7 +154,7 @@ class RunAgent(LocalElasticAgent):
         if self._guard is not None:
             self._guard.renew()
         handler = worker_group.spec.rdzv_handler
-        # Keep the first result, because workers that are stopped later change it.
+        # Keep the first result: stopping the remaining workers changes later results.
         result = self._failure or super()._monitor_workers(worker_group)
         if result.state is WorkerState.UNHEALTHY:
             return self._stuck(worker_group)

@@ -52,6 +52,8 @@ _HISTORY_DELAY = 1.0
 _THREADS = {effects.OpenMaster: "master", effects.DialPeer: "network"}
 # How long a record of the history is retried; servers that elect a leader need about 10 s.
 _HISTORY_SECONDS = 30.0
+# A failed attempt may take a request's time-out, and the node sends no heartbeat meanwhile.
+_HISTORY_PAUSE = 10.0
 # The shortest time between two log lines with the same refusal.
 _REPEATED_AFTER_SECONDS = 60.0
 # glibc's resolver gives up a query after twice 5 s, and may make several.
@@ -95,6 +97,7 @@ class Driver:
         self._keep_links = keep_links
         # Records for the archive, each with its monotonic time and its date.
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
+        self._note_at = 0.0
         self._stopping = threading.Event()
         # Queues, because the exception of a signal could leave a condition's lock held.
         self._nudges: SimpleQueue[None] = SimpleQueue()
@@ -268,7 +271,7 @@ class Driver:
                     self._deliver(effects.JoinOutcome(error=error))
                 self._stopping.wait(_PAUSE_AFTER_A_BUG)
         with suppress(Exception):
-            self._note(math.inf)
+            self._note()
 
     def _drive(self, life: effects.Effects[None], failed: Exception | None = None) -> None:
         """Carry out ``life``; ``failed`` is the answer to its first request."""
@@ -306,11 +309,14 @@ class Driver:
             case effects.Tell():
                 return self._log.tell(request)
             case effects.RecordHistory(record) | effects.Register(record):
+                if not self._to_note:
+                    self._note_at = time.monotonic() + _HISTORY_DELAY
                 self._to_note.append((time.monotonic(), datetime.now(UTC), record))
                 return None
             case effects.Park(key, version, seconds) if self._to_note:
-                self._note(time.monotonic() - _HISTORY_DELAY)
-                quiet = _HISTORY_DELAY if self._to_note else math.inf
+                if time.monotonic() >= self._note_at:
+                    self._note()
+                quiet = max(0.0, self._note_at - time.monotonic()) if self._to_note else math.inf
                 return self._client.wait(key, version, min(seconds, quiet))
             case effects.Rest(seconds):
                 _empty(self._nudges)
@@ -319,12 +325,12 @@ class Driver:
                 return None
         return perform(self._client, self._archive, request)
 
-    def _note(self, since: float) -> None:
-        """Write the records from before ``since`` to the archive; drop those that keep failing.
+    def _note(self) -> None:
+        """Write the records to the archive; drop those that keep failing.
 
         The first time, also warn of the store; only a leader has records.
         """
-        while self._to_note and self._to_note[0][0] <= since:
+        while self._to_note:
             begun, at, record = self._to_note[0]
             try:
                 self._archive.note(record, at)
@@ -332,6 +338,7 @@ class Driver:
                 failure = _of_the_store(error)
                 refused = isinstance(failure, AccessDeniedError) or not store_is_away(failure)
                 if not refused and time.monotonic() - begun < _HISTORY_SECONDS:
+                    self._note_at = time.monotonic() + _HISTORY_PAUSE
                     return
                 if not self._warned_of_archive:
                     self._warned_of_archive = True

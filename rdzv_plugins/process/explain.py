@@ -18,7 +18,7 @@ from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 
-# Other nodes get this many characters of an error.
+# Other nodes see at most this many characters of an OSError's text.
 _LONGEST_REASON = 200
 
 # The exit status of an agent whose run makes no progress; NVIDIA's resiliency extension has it too.

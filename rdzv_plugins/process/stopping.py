@@ -17,8 +17,8 @@ from rdzv_plugins.process.guard import processes
 
 log = logging.getLogger(__name__)
 
-# How long the processes of an ended worker have to stop after the signal. Some, such as those of
-# multiprocessing, end by themselves within `_SETTLE_SECONDS`.
+# How long the processes of an ended worker have to stop after the signal. Some, such as the
+# processes of multiprocessing, exit by themselves within `_SETTLE_SECONDS`.
 _LEFT_SECONDS = 5.0
 _SETTLE_SECONDS = 0.2
 # How long to wait after SIGKILL; a process that hangs in the kernel does not end.

@@ -51,7 +51,9 @@ What a driver owes a node:
 
 - One effect at a time: before it asks for the next effect, it sends the answer or throws an error
   into the generator: `RendezvousConnectionError` (the store could not be reached in time, and the
-  request may have been done) or `RendezvousStateError` (the store answered, and refuses).
+  request may have been done) or `RendezvousStateError` (the store answered, but what it holds or
+  demands cannot be used). A store that refuses this node raises `AccessDeniedError`, a kind of the
+  first: see `contact`.
 - A request takes at most the request timeout of the node's `rules.Rules`.
 - `Park` and `Rest` end early when an order arrives (`Node.order_join`, `Node.order_withdrawal`,
   `Node.report_done`), and may end early at any time.
@@ -73,8 +75,8 @@ Words:
   successive runs of one id.
 - *node*: an agent of torchrun as the protocol sees it. Its *record* says what it does; the *beat*
   in the record grows with each *heartbeat*.
-- *silent*: the beat stands still. *Lost*: silent for the *lease*, the reader's *lag* and *forgiven*
-  seconds together, or found gone by a link.
+- *silent*: the beat has stood still for the *lease*. *Lost*: it has stood still for the lease, the
+  reader's *lag* and the *forgiven* seconds together, or an accusation was not answered.
 - *doubted*: silent for its lease, and given one more because many fell silent at once.
 - *done*: its workers succeeded. *Gone*: it has left, is done or is lost.
 - *kept out*: people or the leader let no round name it. *Not admitted*: it asks for a round, and

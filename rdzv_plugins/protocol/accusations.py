@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from rdzv_plugins.protocol.documents import Accusation, NodeRecord, RoundDocument
 from rdzv_plugins.protocol.rules import View
 
-# Accusations of at least _FEWEST nodes, and of more than one in _LARGE_PART, lose nobody: a
-# restarting service mesh refuses connections to all nodes, and whatever slows all of them down
-# delays their answers.
+# Ignore accusations against at least _FEWEST nodes if these are over 1/_LARGE_PART of all.
+# A common cause is likely then: a restarting service mesh refuses connections to all nodes,
+# or a slowdown of all nodes delays all answers.
 _LARGE_PART, _FEWEST = 3, 8
 # A document names at most this many accused nodes at once.
 _MOST_NAMED = 64
@@ -100,7 +100,9 @@ def until_a_verdict(
     return min(left) if left and not _too_many(document, accused) else None
 
 
-def found_gone(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, Accusation]:
+def lost_by_accusation(
+    document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> dict[str, Accusation]:
     """Nodes lost by accusations. A node that beats again was not gone, and comes in like a new
     node.
     """

@@ -1,4 +1,9 @@
-"""How a run ends, and how the keys of earlier rounds are deleted when the next round runs."""
+"""How a run ends, and who deletes its keys.
+
+`close_run` gives the keys of a closed run their end, and the store deletes them. A run that nobody
+closes ends by the deadline that its leader renews (`lead.Lead.renew`). `tidy_up` deletes what
+earlier rounds left, once the next round runs. `rdzv clean` deletes a whole run.
+"""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _is_over_time(view: View) -> bool:
 
 
 def _decide(view: View) -> Action:
-    for row in _BY_ITS_MEMORY:
+    for row in _BY_WHAT_IT_HAS_READ:
         if (action := row(view)) is not None:
             return action
     document = view.document
@@ -226,7 +226,7 @@ def _look_for_the_own_run(view: View) -> Action | None:
     return AskTombstone(str(view.own))
 
 
-def _found_the_run(view: View) -> Action | None:
+def _begin_the_run(view: View) -> Action | None:
     """Found the run if this node has never read a document."""
     if view.latest is not None:
         return None
@@ -265,12 +265,12 @@ def _is_behind(document: RoundDocument | None, latest: RoundDocument) -> bool:
     return document.place < latest.place
 
 
-_BY_ITS_MEMORY: tuple[_Decides, ...] = (
+_BY_WHAT_IT_HAS_READ: tuple[_Decides, ...] = (
     _start_what_ran,
     _end_with_the_run,  # Closed stays closed.
     _stay_out,  # Unfit nodes.
     _look_for_the_own_run,
-    _found_the_run,
+    _begin_the_run,
     _write_back,  # A store that forgets.
 )
 
@@ -407,7 +407,12 @@ _JOINING: tuple[_Follows, ...] = (
 
 
 def _watch_leader(view: View, document: RoundDocument) -> Action:
-    """Take over from a leader that left, that stopped beating, or that does not list."""
+    """Take over from a leader that left, that stopped beating, or that does not list.
+
+    Nobody is appointed: each node waits `_TURN_SECONDS` longer than the one before it in rank
+    order. If a participant died with the leader, the new leader finds it lost one more lease later,
+    because the new leader's windows begin anew, or sooner by an accusation.
+    """
     leader = document.leader
     if leader is None:
         if view.document_age < (turn := _turn(view, document)):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError, Version
-from rdzv_plugins.protocol.accusations import found_gone
+from rdzv_plugins.protocol.accusations import lost_by_accusation
 from rdzv_plugins.protocol.cleanup import tidy_up
 from rdzv_plugins.protocol.documents import BELL_KEY, Exclusion, Phase, RoundDocument
 from rdzv_plugins.protocol.effects import Effects, Expire, Park, PutShards, ReadExclusions, Tell
@@ -17,8 +17,8 @@ from rdzv_plugins.protocol.policies.growth import last_call
 from rdzv_plugins.protocol.round_record import Durations
 from rdzv_plugins.protocol.rules import Rules
 
-# After this time without a bell a leader has time to read the exclusions, and to write when the
-# last call ends.
+# After this long without a bell, the leader reads the exclusions and publishes the time
+# at which the last call ends.
 _QUIET_SECONDS = 0.05
 # A shorter last call is over before people can read of it.
 _SHORTEST_CALL = 1.0
@@ -57,8 +57,8 @@ class Lead:
         # When the deadline of the run's keys is renewed, and whether this leader has done so.
         self._expiry_due = clock()
         self._expires = False
-        # For which incarnation it reads earlier exclusions, since when, the next try, and the
-        # answer.
+        # The incarnation for which this node reads earlier exclusions, since when, when it tries
+        # next, and the answer.
         self._looks_back_for, self._looks_back_since, self._looks_back_at = "", 0.0, 0.0
         self._carried: tuple[Exclusion, ...] | None = None
 
@@ -120,7 +120,7 @@ class Lead:
         (released, before, took), self._untidy = self._untidy, None
         records = self._seen.records or {}
         outdated = self._seen.take_outdated()
-        gone = found_gone(released, records)
+        gone = lost_by_accusation(released, records)
 
         def is_lost(node: str) -> bool:
             return node in gone or self._seen.is_lost(node)

@@ -47,7 +47,7 @@ class Neighbours:
         self._heartbeat = heartbeat
         self._join = join
         self._contact = contact
-        # What links have told and `take_up_evidence` has not read: a node, and whether it is gone.
+        # Reports of links that `take_up_evidence` has not read: a node, and whether it is gone.
         self._evidence: deque[tuple[str, bool]] = deque()
         # When links are due; the endpoints of the linked nodes, None: a node has no listener.
         self._due_at = math.inf
@@ -56,7 +56,7 @@ class Neighbours:
         self._linked_for: tuple[str, str | None] = "", None
         # This node is the first node of a shard, and there are several shards.
         self._leads_shard = False
-        # The Standing that this node said last; those of the others, and whether that is news.
+        # This node's last Standing, the others' Standings, and whether the latter are new.
         self._said = Standing.ACCEPTED
         self._others: frozenset[Standing] = frozenset()
         self._others_reported = False

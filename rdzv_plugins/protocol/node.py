@@ -429,7 +429,7 @@ class Node:
         if waits_for_a_living_round(view):
             self._join.start_over()  # torch's redundant nodes do so too.
         elif view.is_late and not isinstance(action, _ENDS):
-            # It has a rank: the round may be about to run.
+            # The node has a rank: its round may be about to run.
             self._join.deadline = seen.since.document + self._rules.lease
         if isinstance(action, _TELLS):
             yield from self._tell_what_it_asked_for()
@@ -474,7 +474,7 @@ class Node:
 
     def _tell_what_it_waits_for(self, view: rules.View) -> Effects[None]:
         now, join = self._clock(), self._join
-        # A remark has told what a spare waits for, which may take days.
+        # A remark has already said what a spare waits for, and a spare may wait for days.
         if not join.pace.is_due(now) or waits_for_a_living_round(view):
             return
         found = words.of_node(view, join.deadline - now)

@@ -106,9 +106,9 @@ class Observer:
         self._own_rank = OwnRank(node_id, rules.inline)
         # The keys of shards of earlier documents, by digest.
         self._outdated: dict[str, list[str]] = {}
-        # A newcomer has waited long enough, and may overwrite an unreadable document.
+        # Whether this newcomer has waited long enough to overwrite an unreadable document.
         self._mends = False
-        # Why a node's record is not believed; "" stands for the document.
+        # By node, why its record is not believed; the key "" is for the document.
         self._unbelieved: dict[str, str] = {}
         self._listed_at = float("-inf")
         self._shortest_lease = rules.lease

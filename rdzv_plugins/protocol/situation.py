@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from rdzv_plugins.protocol import policies
-from rdzv_plugins.protocol.accusations import found_gone, with_verdicts
+from rdzv_plugins.protocol.accusations import lost_by_accusation, with_verdicts
 from rdzv_plugins.protocol.documents import (
     Accusation,
     NodeRecord,
@@ -31,7 +31,7 @@ def assess(view: View, document: RoundDocument) -> Situation:
     """The situation in the eyes of a node that has listed all records."""
     records = {**(view.records or {}), view.me: view.record}
     document = with_verdicts(view, document, records)
-    gone = found_gone(document, records) if document.accused else {}
+    gone = lost_by_accusation(document, records) if document.accused else {}
     return Situation(
         document=document,
         records=records,

@@ -25,7 +25,7 @@ class Sizes:
 
     @classmethod
     def of(cls, rules: Rules) -> Sizes:
-        # By this node's own rules: what other nodes' records say is not trusted.
+        # Use this node's own rules: records of other nodes are not trusted.
         unit, segment = max(1, rules.node_unit), max(1, rules.segment)
         return cls(rules.min_nodes, rules.max_nodes, unit, segment)
 

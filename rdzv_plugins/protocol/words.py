@@ -482,7 +482,7 @@ def _of_the_end(view: View) -> Iterator[Remark]:
     if document is None or not document.closed:
         yield "closed", latest.incarnation, "the run was closed while the store was away"
     elif not document.reason.endswith(f"closed by {view.record.label}"):
-        # A node that closed the run itself has told its end.
+        # A node that closed the run itself has already logged its end.
         yield "closed", latest.incarnation, f"the run is closed: {document.reason}"
 
 

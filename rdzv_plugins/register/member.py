@@ -226,7 +226,7 @@ class Member:
         self.acceptor.begin(_merged(copies), now)
         return self._statuses()
 
-    # A new generation.
+    # Methods that agree on a new generation.
 
     def _propose(self, now: float) -> Sent:
         latest = max([self.generation, self._agreed, *(it for it, _ in self._heard.values())])

@@ -79,12 +79,12 @@ _URL = re.compile(r"(?s)(?:([^:/?#]+)://)?([^/?#]*)([^?#]*)(?:\?([^#]*))?(#.*)?"
 _PORT = re.compile(r"[0-9]{1,5}")
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 _ANY_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
-# Also percent-encoded, and the letters that a normalization makes of it.
+# Also matches the percent-encoded form and letters that normalize to it.
 _AT = re.compile("@|%40|\uff20|\ufe6b")
-# What stands before parameters, in a URL or in a line of libpq's.
+# Matches the character before parameters, in a URL or in a connection string of libpq.
 _PARAMETERS = re.compile(r"[?#;\s]|^\s*\w+\s*=")
-# All that is shown: hosts, ports, a path, and parameters that hold no secret.
-# Without possessive quantifiers, which Python 3.11.2 gets wrong: a name ends where it must.
+# Only these parts are shown: hosts, ports, a path, and parameters without a secret. Python 3.11.2
+# gets possessive quantifiers wrong, so lookaheads end a name.
 _PLAIN = re.compile(
     r"""(?x)
     (?: (?: (?:[\w.-]|%2[Ff])+ (?! [\w.-] | %2[Ff] | \s*= ) | \[[0-9A-Fa-f:.]*(?:%\w+)?\] )
@@ -114,7 +114,7 @@ def redact(endpoint: str) -> str:
     rest = endpoint[len(scheme) :]
     at = max((it.end() for it in _AT.finditer(rest)), default=0)
     if at and _PARAMETERS.search(rest[:at]):
-        # The "@" is part of a password or of a parameter: nobody can tell.
+        # The "@" may belong to a password or to a parameter, so hide everything.
         return f"{scheme}***"
     shown = _PLAIN.match(rest, at)
     assert shown is not None  # It matches an empty text.

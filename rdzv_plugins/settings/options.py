@@ -17,7 +17,7 @@ from rdzv_plugins.settings import topology
 
 _LARGEST_PORT = 65535
 
-# Rank 0's TCPStore needs that of a round, while the round before may have its own still.
+# Rank 0's TCPStore needs a port while the TCPStore of the round before may still have its own.
 _PORTS_OF_MASTER = 2
 
 # Seconds that a request may take by default.

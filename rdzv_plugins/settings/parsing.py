@@ -204,7 +204,7 @@ def _has_timeout(config: Mapping[str, object]) -> bool:
 
 
 def _convert(name: str, raw: object, hint: Any, item: Field[Any]) -> object:
-    # The type itself, or that of "type | None".
+    # For "X | None", use X.
     kind = next((arg for arg in get_args(hint) if arg is not types.NoneType), hint)
     text = str(raw).strip()
     # Do not show a secret, even a malformed one.

@@ -10,7 +10,7 @@ import uuid
 import warnings
 from collections.abc import Mapping
 
-# It stands in the record of each node, which a leader of thousands of nodes reads.
+# A leader of thousands of nodes reads the domain in each record, so it is short.
 _LONGEST = 200
 
 _SLURM_ADDRESS, _SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"

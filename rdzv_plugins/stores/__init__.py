@@ -64,7 +64,7 @@ STORES = {
 }
 """The stores of this package, by ``--rdzv-backend``."""
 
-# The endpoints that this process has reached, each with the options of its store.
+# (endpoint, repr(options)) of each client that this process has opened.
 _reached: set[tuple[str, str]] = set()
 
 
@@ -78,7 +78,7 @@ def load(client: str) -> type[KeyValueClient]:
     try:
         found: type[KeyValueClient] = getattr(import_module(module), name)
     except ImportError as error:
-        # A module of this package has the name of its extra.
+        # A module of this package has the same name as its pip extra.
         package, _, store = module.rpartition(".")
         extra = f"rdzv-plugins[{store}]" if package == __name__ else module.partition(".")[0]
         raise cannot_import(f"the {store} backend", extra, error) from error

@@ -57,12 +57,13 @@ Ts = TypeVarTuple("Ts")
 # A store tells the whole second in which an object was written.
 _WHOLE_SECONDS = 1.0
 
-# A path may have 1,024 bytes; and a name in it 255, where the store keeps a file of each object.
+# A path has at most 1,024 bytes, and a name in it 255 if the store keeps each object in a file.
 _LONGEST_NAME = 200
 
 # Objects that are fetched at once.
 _AT_ONCE = 16
-# A service answers within a fraction of this; of a shorter time-out `_ask` sees to the end.
+# A service answers within a fraction of this time; `_ask` ends a request that has a shorter
+# time-out.
 _LONGEST_ATTEMPT = "5s"
 
 # The most expired runs that one `expire` removes, and for how long they must have been so.
@@ -76,15 +77,15 @@ _DENIED = {"UnauthenticatedError", "PermissionDeniedError", "PermissionError"}
 _MARK_NAME = "mark"
 # Objects that prove that the store heeds conditions; no run has such a name.
 _PROOF = "~conditions"
-# Writers at once, of whom one may win. SeaweedFS lets those who meet wait for a second.
+# This many writers race, and one may win. SeaweedFS makes writers that meet wait for a second.
 _WRITERS = 2
 _NO_TAG = '"00000000000000000000000000000000"'
 
-# Seconds by which two clocks differ that are told of; less may be how long a request took.
+# Clocks that differ by fewer seconds are not reported: a request may have taken as long.
 _CLOCKS_DIFFER = 5.0
 _CLOCK_ADVICE = "have NTP set it: services refuse what is signed 15 minutes off"
-# By store, once this process has found that it heeds conditions: its clock, in seconds since 1970,
-# less this host's monotonic one. It is late by a second, and by the time of a request, at most.
+# By store whose conditional writes were proven: its clock in Unix seconds, less this host's
+# monotonic clock. The difference is too small by a second and the time of one request at most.
 _clocks: dict[str, float] = {}
 
 # Errors' meanings, by a pattern of the class and the text: the first that matches counts.
@@ -95,7 +96,7 @@ _PROBLEMS = {
         "objects under '{above}/', and so must policies and network rules",
         denied=True,
     ),
-    # It may just have been made.
+    # The bucket may have just been created.
     f"^({'|'.join(_ABSENT)}): ": Problem(
         "has no such bucket ({said}); create it, or name another; nodes that run write their run "
         "again",
@@ -119,12 +120,12 @@ _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 _UNTRUSTED = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _SPEAKS_NO_TLS = "InvalidMessage("
 _CAUSE = re.compile(r'\b(?:error|message): "([^"\n]{1,100})"')
-# Where a host's own credentials come from.
+# The services that give a host its own credentials.
 _METADATA = re.compile(r"169\.254\.|/metadata/|External AWS credential provider")
 # obstore says this of a folder with a name that it cannot write; it lists none of the folder.
 _UNLISTABLE = re.compile("object with invalid path")
-# obstore's threads let go of Python's objects after an answer. Where they still did so as Python
-# ended, 1 to 5 of 100 processes died of SIGABRT.
+# obstore's threads release Python objects shortly after an answer.
+# Without this pause at exit, 1 to 5 of 100 processes died of SIGABRT.
 _REST_SECONDS = 0.1
 # Nobody asks any more meanwhile. A store that does not answer holds up an end for no longer.
 _LONGEST_END = 1.0
@@ -256,7 +257,7 @@ class BucketClient(EpochClient):
                 f"the options or the credentials in the environment are not valid: {_said(error)}; "
                 "correct what that names"
             ) from None
-        # By path: what an object held under an ETag, so that a list fetches what has changed.
+        # By path: an object's content and its ETag, so that a list fetches only changed objects.
         self._held: dict[str, tuple[str, Stored]] = {}
         self._connect(self._prove)
         if not run.startswith(quote(RESERVED)):

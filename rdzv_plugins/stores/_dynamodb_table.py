@@ -108,7 +108,8 @@ _REFUSALS = {
 }
 _UNTRUSTED = re.compile("CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER")
 _UNCONFIGURED = (NoRegionError, PartialCredentialsError, ProfileNotFound)
-# At a boot an agent may be there before the service that has the credentials of the host's role.
+# While a host boots, an agent may start before the service that has the credentials of the host's
+# role.
 _LATE = (NoCredentialsError, CredentialRetrievalError)
 
 

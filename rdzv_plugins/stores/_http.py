@@ -97,7 +97,7 @@ class Http:
         self._lock = threading.Lock()
         self._server = 0
         self._idle: list[_Connection] = []
-        # Their answers are held back, and whoever waited for them has gone.
+        # Connections whose waiter has gone while the server still holds the answer back.
         self._late: list[_Connection] = []
         self._closed = False
 
@@ -359,7 +359,7 @@ class _Connection(io.RawIOBase):
         self.http.close()
         self._socket.close()
 
-    # The method that http.client calls.
+    # http.client and io.BufferedReader call these methods.
 
     def sendall(self, data: bytes) -> None:
         self._request += data

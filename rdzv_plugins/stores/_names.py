@@ -14,7 +14,7 @@ from rdzv_plugins.kv.base import in_background
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 """As of ``socket.getaddrinfo``."""
 
-# Then the last answer counts: who asks has a request to make, and a lease that runs out.
+# After this time the last answer counts, because the caller's lease runs out.
 _PATIENCE = 1.0
 
 _known: dict[tuple[str, int], list[AddressInfo]] = {}
@@ -49,7 +49,7 @@ def look_up(host: str, port: int, seconds: float) -> list[AddressInfo]:
     place = (os.getpid(), host, port)
     asked = _asked.get(place)
     if asked is None or asked[1].done():
-        # In a thread: a resolver cannot be told a deadline. Two callers at once may ask twice.
+        # In a thread, because a resolver takes no deadline. Two callers at once may ask twice.
         answer = in_background("rdzv-store-name", partial(_ask, host, port))
         asked = _asked[place] = time.monotonic(), answer
     since, answer = asked

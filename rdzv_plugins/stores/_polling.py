@@ -21,7 +21,7 @@ class Polling:
         if options.poll_interval_max < options.poll_interval_min:
             raise ValueError("option 'poll_interval_max' is less than 'poll_interval_min'")
         self.shortest, self.longest = options.poll_interval_min, options.poll_interval_max
-        # By key: the version last waited on, since when.
+        # By key: the version of the last wait, and since when.
         self._waits: dict[str, tuple[str | None, float]] = {}
 
     def sleep(self, key: str, seen: Stored | None, limit: Limit) -> None:

@@ -46,7 +46,7 @@ from rdzv_plugins.stores._http import Request, http_of, http_problem, time_of
 
 _LARGEST_VALUE = 384_000
 
-# A parked query is held for so long, in seconds. The next wait goes on with one that asks the same.
+# The server holds a parked query for this many seconds. The next wait for the same key reuses it.
 _LONGEST_PARK = 10.0
 
 # The most expired runs that one `expire` removes.
@@ -312,8 +312,8 @@ class RefusedError(Exception):
     def __init__(self, status: int, body: bytes, was_accepted: bool) -> None:
         text = _line(body.decode(errors="replace"))
         super().__init__(f"HTTP {status}: {text}")
-        # A transaction reports a missing right as a conflict.
         self.was_accepted = was_accepted
+        # Consul's transaction API reports a missing permission as 409, not 403.
         self.status = 403 if status == 409 and "Permission denied" in text else status
 
 

@@ -43,7 +43,8 @@ _LIVE = "(attribute_not_exists(expires_at) OR expires_at > :now)"
 _ABSENT = "attribute_not_exists(pk) OR expires_at <= :now"
 # The code of a write whose condition did not hold.
 _REFUSED = "ConditionalCheckFailedException"
-# A deadline that was set so many seconds from now is none: clients differ by a second or two.
+# A stored deadline further ahead than this many seconds is invalid: clocks of clients differ by a
+# second or two.
 _LATEST = 60.0
 
 

@@ -206,7 +206,7 @@ class Client(EpochClient):
                 return there
             holds = self._holds(path, expected)
             if there is not None and not there.version:
-                # It counts as absent: replace exactly that.
+                # The value counts as absent: replace exactly this value.
                 equal = {"target": "VALUE", "result": "EQUAL", "value": _encoded(there.value)}
                 holds = [{**self._one(path), **equal}]
             if refused:

@@ -179,7 +179,7 @@ class Client(EpochClient):
     heartbeat_ms = 6.0
     # Two heartbeats of the default interval; the server tells whole seconds.
     mark_seconds = 10.0
-    # Each key is a request of its own.
+    # A batch sends one request per key, so it has few keys.
     batch = (20, 1 << 20)
     least_version: ClassVar[tuple[int, ...]] = (1, 20)
 
@@ -518,7 +518,7 @@ class Client(EpochClient):
             error.renewed = self._login.renew(sent)
         pause = headers.get("Retry-After", "")
         if error.status in (429, 503) and pause.isdecimal() and 0 < int(pause) < limit.seconds:
-            # Not all at the same moment.
+            # The random factor keeps clients from retrying all at the same moment.
             limit.sleep(min(limit.seconds, int(pause) * random.uniform(1, 1.25)))
         raise error
 

@@ -64,11 +64,10 @@ _LARGEST_VALUE = 1_000_000
 # Bytes of a message: no server takes a larger max_payload.
 _MOST_OF_A_MESSAGE = 1 << 26
 
-# As long as a resolver may take; whoever connects gives up sooner.
+# A resolver may take this many seconds; the connecting thread gives up sooner.
 _LONGEST_LOOK_UP = 30.0
 
-# A connection on which nothing came for so long is asked for a sign of life; two that do not come
-# end it.
+# The client pings a connection that was silent for this many seconds; two missing answers end it.
 _PING_SECONDS = 5
 
 # How long a request waits for its answer until it is made again, in seconds.
@@ -328,7 +327,7 @@ class Client(EpochClient):
         told = watch.latest if watch is not None else None
         if watch is None or seen is None:
             watch = watch or await link.watch(subject)
-            # Nobody is told what was written before the subscription, nor of a deletion.
+            # A subscription reports neither earlier writes nor deletions.
             now = (await self._fetched([path])).get(path)
             if version_of(now) not in (None, version_of(seen)):
                 return now
@@ -452,7 +451,7 @@ class _Parser(Parser):
         except (nats.errors.Error, OSError):
             raise
         except Exception as error:
-            # Else nats-py logs a traceback, and tells nobody who waits.
+            # Otherwise nats-py logs a traceback and wakes no waiter.
             raise NonsenseError from error
         if len(self.buf) > _MOST_OF_A_MESSAGE:
             raise OSError(f"its answer has more than {_MOST_OF_A_MESSAGE >> 20} MiB")
@@ -558,7 +557,7 @@ class Link:
         try:
             return await task
         except asyncio.CancelledError:
-            # Where the caller was cancelled, nobody waits for a reason any more.
+            # A caller that was cancelled needs no reason.
             if self.failure is None or (caller is not None and caller.cancelling()):
                 raise
             raise self.failure from None
@@ -570,7 +569,7 @@ class Link:
         connects = not self.connection.is_connected
         if connects or "permissions violation" in str(error).lower():
             self.fail(error)
-        # Else nats-py dials for ever; who reads hangs up himself.
+        # Otherwise nats-py dials for ever. The reading task closes its own connection.
         if connects and not isinstance(error, nats.errors.UnexpectedEOF):
             raise error
 

@@ -59,15 +59,15 @@ from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, refuses_client
 
-# Where libpq's URL has a socket's folder, as its host or as a parameter.
+# Matches a socket's folder in a URL of libpq, as the host or as a parameter.
 _SOCKET = re.compile(r"(?i)(//([^/]*@)?|[?&]host=)(/|%2F)")
-# Variables of libpq, each of which stands in for an endpoint.
+# Variables of libpq; each of them replaces an endpoint.
 _HOST_VARIABLES = {"PGHOST", "PGHOSTADDR", "PGSERVICE"}
 
 # The most idle connections of a client: one for requests and one for a waiter.
 _IDLE = 2
 
-# A waiter reads again after so many seconds, to detect a connection that broke silently.
+# A waiter reads again after this many seconds, to detect a connection that broke silently.
 _LONGEST_PARK = 10.0
 
 _TABLE = """CREATE TABLE {table} (run bytea, key bytea, data bytea NOT NULL,
@@ -108,13 +108,13 @@ _EXPIRE = """WITH swept AS (DELETE FROM {table} AS r USING {table} AS e
  (%(run)b, '', '', clock_timestamp() + make_interval(secs => %(seconds)s))
  ON CONFLICT (run, key) DO UPDATE SET time = excluded.time"""
 
-# A user that may not use the schema is told that there is no such table.
+# Postgres tells a user without rights on the schema that the table does not exist.
 _HIDDEN = """SELECT nspname FROM pg_class JOIN pg_namespace AS n ON n.oid = relnamespace
  WHERE relname = '{table}' AND NOT has_schema_privilege(n.oid, 'USAGE') AND nspname = ANY(
  regexp_split_to_array(replace(current_setting('search_path'), '"$user"', current_user), ', *'))"""
 
 _RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE")
-# The table's name stands in a literal; those of more than one schema are told apart by its oid.
+# The table's name is a literal; its oid tells apart tables of several schemas.
 _ABOUT = """SELECT current_setting('server_version'), pg_is_in_recovery(), current_user::text,
  current_setting('fsync') = 'on', current_setting('max_connections')::int,
  (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),
@@ -133,7 +133,7 @@ _BEHIND = """SELECT pg_backend_pid(), set_config('statement_timeout', CASE pg_ba
  WHEN {pid} THEN '{milliseconds}' ELSE current_setting('statement_timeout') END, false)"""
 _TIMEOUT = "SET statement_timeout = {milliseconds}"
 
-# In a pool of 8 with 6 busy clients one look in 30 met nothing.
+# In a pool of 8 with 6 busy clients one look in 30 found no other session.
 _LOOKS = 10
 
 # A connection that has logged in, and waits for the answer to libpq's own query.
@@ -384,7 +384,7 @@ class Client(StoreClient):
     def _begin(self, limit: Limit) -> None:
         with self._connection(limit) as first:
             if first.pooled and not self._keeps_sessions:
-                # A node needs two in any case.
+                # Opening a second connection is no waste: each node needs two.
                 with self._connection(limit) as second:
                     self._learn_mode(first, second)
         self._read([], limit)

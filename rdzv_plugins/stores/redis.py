@@ -85,7 +85,7 @@ _ELSEWHERE = {
 # A parked read is renewed this often, in seconds: a server that has vanished says nothing.
 _LONGEST_PARK = 30.0
 
-# A wait looks this often, in seconds, whether a beat has told it of another hash.
+# A wait checks this often, in seconds, whether a heartbeat has found another hash.
 _LONGEST_LOOK = 5.0
 
 # Bytes of an answer that is not complete; a value may have 64 MiB.
@@ -264,11 +264,11 @@ class Client(StoreClient):
         self._redis: Any = None
         self._doubtful = False
         self._idle: deque[Any] = deque()
-        # By key: a wait that ended before its answer came, for a beat; the next one goes on.
+        # By key: a wait that ended early for a heartbeat; the next wait takes its answer.
         self._parked: dict[str, _Parked] = {}
         # The epoch of the run's hash, as this client's last write found it.
         self._epoch: bytes | None = None
-        # By key that was read: the version, and its id in the stream.
+        # By key: the version that was read, and its id in the stream.
         self._ids: dict[str, tuple[str, bytes]] = {}
         self._failed_parks: set[str] = set()
 
@@ -279,7 +279,7 @@ class Client(StoreClient):
             # One more for the wait that a caller has given up: Redis answers it later.
             while len(self._idle) <= callers:
                 self._open_and_keep()
-                # A server that is full takes a connection, and says so to its first request.
+                # At maxclients, Redis accepts a connection and refuses its first request.
                 self._read(["state"], limit)
 
         self._call(request)
@@ -410,7 +410,8 @@ class Client(StoreClient):
         park = _packed(("XREAD", "BLOCK", block, "STREAMS", stream, after))
         line, epoch = self._take(limit), self._epoch
         try:
-            # One round trip: the look puts a newer value into the stream, where XREAD finds it.
+            # The look script puts a newer value into the stream, where XREAD finds it: one round
+            # trip.
             look = ("EVALSHA", DIGESTS["look"], 2, self._hash, stream, key, after)
             line.send_packed_command([_packed(look) + park], check_health=False)
         except BaseException as error:
@@ -446,7 +447,7 @@ class Client(StoreClient):
                 self._await_answer(line, limit.wake)
                 parked.looked = True
                 _refuse_earlier(parked.after, line.read_response())
-            # It may have come with the one before it.
+            # This reply may have come with the reply before it.
             ready = line.can_read(timeout=0)
             while not ready:
                 now = time.monotonic()
@@ -774,7 +775,7 @@ class _Parked(msgspec.Struct):
 
 
 def _packed(command: tuple[Any, ...]) -> bytes:
-    # Not redis-py's packer, which looks at each argument in Python: 1.4 us a request, not 0.4.
+    # redis-py's own packer handles each argument in Python: 1.4 us per request instead of 0.4.
     packed: bytes = hiredis.pack_command(command)
     return packed
 
@@ -911,7 +912,7 @@ def _log_in(user: str | None, secret: Callable[[], str | None]) -> _LogIn | None
 
 def _space(info: Mapping[str, str]) -> Finding:
     most = int(info.get("maxmemory", "0"))
-    # As the server counts: without the buffers of its replicas and of its append-only file.
+    # As the server counts memory: without the buffers of replicas and of the append-only file.
     used = int(info.get("used_memory", "0")) - int(info.get("mem_not_counted_for_evict", "0"))
     if info.get("maxmemory_policy", "noeviction") != "noeviction":
         most = 0  # It makes room.

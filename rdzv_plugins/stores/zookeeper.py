@@ -390,7 +390,7 @@ class Client(StoreClient):
         deletes = guarded[1].version if isinstance(guarded, tuple) else 0
         expired = milliseconds is not None and self._is_past(guard, stat, milliseconds, limit)
         if guard == read and guarded is None:
-            # Another program has written over the run's name: the run counts as absent.
+            # Another program has overwritten the root znode's data: treat the run as absent.
             expired, is_this = True, CheckVersion(self._root, stat.version)
         self._run = run = _Run(guard, deletes, expired, is_this)
         return run

@@ -7,7 +7,7 @@ from torch.distributed.elastic.rendezvous import api
 
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousError, RendezvousStateError
 
-# Late, for all the rest needs no torch. A subclass beside each would leave those that are raised
-# by code that has been imported before without torch's base.
+# Set late, because nothing else needs torch. Subclasses would not do: modules that were imported
+# earlier raise the errors without torch's base.
 RendezvousConnectionError.__bases__ = RendezvousError, api.RendezvousConnectionError
 RendezvousStateError.__bases__ = RendezvousError, api.RendezvousStateError

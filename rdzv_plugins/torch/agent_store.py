@@ -77,7 +77,7 @@ class AgentStore(KeyValueStore):
             self._on_done()
             if self._over():
                 return 0  # No agent waits any more, and the run may be swept: write nothing.
-            # Where this is not counted, the leader closes the run once the records say done.
+            # If the store does not count this, the leader closes the run once all records say done.
             with suppress(DistError):
                 return super().add(key, value)
             return 0
@@ -90,7 +90,7 @@ class AgentStore(KeyValueStore):
         over = False
         while not (over or self.all_done):
             over = self._over()
-            # Once more where it is over: the last agent may have come just before.
+            # Look once more if the wait is over: the last agent may have just come.
             missing = [key for key in keys if not self.check([key])]
             self.all_done = not missing
             if missing and not self._over():
@@ -124,7 +124,7 @@ class AgentStore(KeyValueStore):
     def _stand_in(self, key: str) -> bytes:
         """A value with which the agent reaches its loop, where it stops its workers at once."""
         if key.startswith(_ROLE) and self._role is not None:
-            # As if every node were like this one, which has written its own role before.
+            # Answer as if every node had this node's role, which this node has already written.
             self.made_up = True
             return self._role
         if key.startswith(_RANKS):

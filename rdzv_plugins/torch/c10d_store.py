@@ -185,12 +185,13 @@ class KeyValueStore(Store):
         It shares the connection: clients may be used from several threads at once.
         """
         clone = KeyValueStore(self._client, self._prefix, self._timeout())
-        # Nothing in C++ holds the Python half of a store, which is where its methods are.
+        # C++ keeps no reference to the Python half of a store, which has the methods.
         self._clones.append(clone)
         return clone
 
     def _timeout(self) -> timedelta:
-        # Not in torch's stubs. c10d sets it without calling our set_timeout: never keep a copy.
+        # torch's stubs lack self.timeout.
+        # Never keep a copy: c10d sets it without calling set_timeout.
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]
         return timeout
 

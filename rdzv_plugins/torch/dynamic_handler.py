@@ -56,8 +56,8 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
     _withholds = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # Private, and the fault itself: torch makes them anew only where they are None, and has
-        # no switch for it that lets the workers share the agent's TCPStore.
+        # These private attributes are the fault itself: torch makes a new TCPStore only if they are
+        # None, and no public option does so while workers share the agent's TCPStore.
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
         try:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.metrics.api import put_metric
 log = logging.getLogger(__name__)
 
 _CLASS = "DynamicRendezvousHandler."
-# As torch's: counts the handlers of a process.
+# Like torch's own: counts the handlers of a process.
 _local_ids = itertools.count()
 
 

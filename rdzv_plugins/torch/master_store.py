@@ -18,7 +18,7 @@ from rdzv_plugins.peers.addresses import ANY_PORT, is_own_ip, listen, loopback
 TAKES_SOCKETS = torch.__version__ >= "2.8"
 """Whether this torch's TCPStore listens with a socket of ours; that of torch 2.7 does not."""
 
-# How soon a door is seen to be closed, where that does not wake its thread.
+# The door's thread checks this often whether it is closed, because closing may not wake it.
 _LOOK_SECONDS = 0.5
 
 
@@ -39,7 +39,7 @@ def open_store(
 
     Raises OSError if no port is free or too few descriptors are, and what TCPStore raises.
     """
-    # Where c10d's event loop gets no descriptor, it aborts the process.
+    # c10d's event loop aborts the process if it gets no descriptor.
     require_descriptors()
     host = loopback()
     if not TAKES_SOCKETS:

@@ -18,7 +18,7 @@ __all__ = ["TORCH_STORE_PREFIX", "KeyValueBackend", "create_backend"]
 TORCH_STORE_PREFIX = "torch-store/"
 """Where the keys of the c10d store stand within a run."""
 
-# Bytes of a state. That of 100,000 nodes has less; torch's handler would load whatever is there.
+# The most bytes of a state; 100,000 nodes need less. torch's handler would load any size.
 _MOST_STATE = 64 << 20
 
 

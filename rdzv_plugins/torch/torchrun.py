@@ -70,7 +70,7 @@ def _arguments() -> Namespace | None:
     is_torchrun = Path(sys.argv[0]).name == "torchrun" or (spec and spec.name == _MODULE)
     if not is_torchrun and sys.argv[0] != OURS:
         return None
-    # It imports the launcher, which only torchrun's own process has loaded.
+    # This import loads the launcher, which only torchrun's own process has.
     from torch.distributed.run import parse_args
 
     try:

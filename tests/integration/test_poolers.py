@@ -150,7 +150,13 @@ def test_a_pool_of_sessions_tells_when_it_has_none_left(pool: Pool, run_id: str)
     store = pool("session", 4)
     run = Run(store, run_id)
     try:
-        members = [run.start((2, 3), heartbeat_timeout="1") for _ in range(2)]
+        # A member whose request takes too long gives its connection up, and the third takes it.
+        patient = {
+            "heartbeat_timeout": "3",
+            "keep_alive_interval": "1",
+            "keep_alive_max_attempt": "10",
+        }
+        members = [run.start((2, 3), **patient) for _ in range(2)]
         agents.until(one_world(members), 30)
         with pytest.raises(RendezvousConnectionError) as caught:
             run.start((2, 3), heartbeat_timeout="1")

@@ -2243,8 +2243,8 @@ def links_once_it_runs(patch: Patch) -> None:
 
 @_mutant("who was lost by an accusation does not count again in the next round", 35, _DIES)
 def takes_the_gone_for_strays(patch: Patch) -> None:
-    def found_gone(original: Any, document: RoundDocument, records: Any) -> dict[str, str]:
+    def lost_by_accusation(original: Any, document: RoundDocument, records: Any) -> dict[str, str]:
         gone: dict[str, str] = original(document, records)
         return gone if document.phase is Phase.RUNNING else {}
 
-    patch(accusations, "found_gone", found_gone)
+    patch(accusations, "lost_by_accusation", lost_by_accusation)

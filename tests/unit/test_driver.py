@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import atexit
 import importlib.util
-import math
 import random
 import signal
 import threading
@@ -314,7 +313,7 @@ def test_a_store_that_may_lose_the_run_or_the_password_is_told_of_once(
     for _ in range(2):
         with pytest.raises(StopIteration):
             driver._drive(scripted([record], []))
-        driver._note(math.inf)
+        driver._note()
     assert caplog.messages == [
         "run 'test': memory: eviction: allkeys-lru; set noeviction",
         "run 'test': memory: TLS: plain",
@@ -340,7 +339,7 @@ def test_the_history_is_written_once_the_store_has_a_leader_again(
     with pytest.raises(StopIteration):
         driver._drive(scripted([effects.RecordHistory(record_of(RUNNING, {}))], []))
     for _ in range(4):
-        driver._note(math.inf)
+        driver._note()
     assert len(driver._archive.rows()) == rows
 
 

@@ -103,7 +103,7 @@ def parse_peers(text: str) -> list[tuple[str, int | None]]:
     peers: list[tuple[str, int | None]] = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         try:
-            # 0 is no port that can be given: it stands for none.
+            # 0 is no valid port, so it means that no port was given.
             ((host, port),) = parse_endpoint(item, default_port=0).hosts
         except ValueError:
             raise ValueError(f"--peers: '{item}' is neither host nor host:port") from None
@@ -145,7 +145,7 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
     if client and not wrong:
         own = _only(option_names(client.options), job.conf)
         try:
-            # Each option is valid by itself; a store may refuse them together.
+            # Each option is valid alone; a store may refuse the combination.
             options = parse_options(client.options, own, job.environ)
         except ValueError as error:
             wrong = [str(error)]

@@ -64,7 +64,7 @@ def check_store(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None
     options = chosen.client.of_run(chosen.options, job.run_id)
     local_addr: str | None = job.local_addr or None
     if local_addr is None:
-        # The check of the address has told where there is none.
+        # The check of the address has already reported a missing address.
         with suppress(ValueError):
             local_addr = address_on(chosen.settings.interface, chosen.settings.network)
     there = yield from chosen.client.inspect_attendance(job.endpoint, options, local_addr)
@@ -125,7 +125,7 @@ def _try(
             yield finding
         return usable
     finally:
-        # Nothing can be deleted where not all requests are allowed or the store is gone.
+        # The store may be away, or may not allow all requests; then nothing can be deleted.
         with suppress(*_ERRORS):
             delete_run(client)
 

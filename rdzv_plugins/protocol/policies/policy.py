@@ -69,7 +69,11 @@ class Policy:
     def keep_out(
         self, document: RoundDocument, records: Mapping[str, NodeRecord], now: float
     ) -> Mapping[str, Reason]:
-        """Nodes that no round may name. A round that names one ends, and does not wait for it."""
+        """Nodes that no round may name. A round that names one ends, and does not wait for it.
+
+        It knows no options. A limit on nodes that ask is for `admit`, which has ``at.rules``; a
+        property of the host alone is a check in `rdzv_plugins.health`.
+        """
         return NOTHING
 
     def admit(self, at: Situation, nodes: Collection[str]) -> Mapping[str, Reason]:

@@ -191,11 +191,12 @@ class _Links:
         self._dial_at = [0.0] * len(places)
         self._pauses = [_FIRST_PAUSE] * len(places)
         self._number = 0
-        # By number, the member that has not answered yet; by member, what to send once connected.
+        # By request number: the member that has not answered. By member: the request to send once
+        # connected.
         self._asked: dict[int, int] = {}
         self._late: dict[int, Request] = {}
         self._wake_fd: int | None = None
-        # By member: why the last member found at its places refuses this client.
+        # By member: the last SecretError or OtherClusterError from its addresses.
         self._refusals: dict[int, Exception] = {}
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class MemberThread(threading.Thread):
         self._dials: dict[int, Wire] = {}
         self._dial_at = now
         self._turn = 0
-        # By key and connection: the number and the request that waits; by connection: the key.
+        # By key and connection: the waiting request and its number. By connection: its key.
         self._watches: dict[str, dict[int, tuple[int, Watch]]] = {}
         self._watched: dict[int, str] = {}
         self._ending = threading.Event()

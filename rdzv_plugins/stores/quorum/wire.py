@@ -53,7 +53,7 @@ class SecretError(Exception):
     """One side does not have the secret of the other."""
 
 
-# What `msgspec` raises for a frame that another program sent.
+# msgspec raises these errors for a frame that is not of this protocol.
 _NONSENSE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
 
 BREAKS = OSError, *_NONSENSE, OtherClusterError, SecretError
