@@ -79,7 +79,7 @@ class _Stranger(Line):
         least = min((it.size for it in self._greetings), default=0)
         data = self.socket.recv(least - len(self._read)) if least else b""
         self._read += data
-        # Those of which this may be the beginning.
+        # Keep the greetings that may begin with the bytes read so far.
         self._greetings = [
             it
             for it in self._greetings

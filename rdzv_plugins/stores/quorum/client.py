@@ -134,7 +134,7 @@ class Client(EpochClient):
         entries, _ = _split(held or b"")
         if ours in entries:
             return True
-        last = [*_split(before or b"")[0][:1]]
+        last = _split(before or b"")[0][:1]
         is_known = len(entries) < _ENTRIES or any(
             it in last or it[:_WRITER] == writer for it in entries
         )
