@@ -104,8 +104,8 @@ own record. `join` has what its agent asks for, `lead` what a leader does beside
 reaches, and `contact` when a node whose heartbeats do not arrive stops its workers.
 
 Besides: `cleanup` ends a run and tidies up, `parting` leaves or closes it, `orders` are people's.
-`words` says in sentences what a run does and waits for, `states` in a word what a node does, and
-`wall_clock` shows the times that hosts wrote.
+`words` says in a sentence what a run does and waits for, `remarks` what a node logs besides,
+`states` in a word what a node does, and `wall_clock` shows the times that hosts wrote.
 
 docs/protocol.md has the rules by their names, and why they are so.
 """

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rdzv_plugins.protocol import words
 from rdzv_plugins.protocol.documents import RoundDocument
+
+# Tell a changed sentence once it has stood this long, not at each step of a forming round.
+_SETTLED_SECONDS = 1.0
+_REPEAT_SECONDS = 30.0
 
 
 class Orders:
@@ -24,6 +27,28 @@ class Orders:
     def any(self) -> bool:
         agent = self.join or self.withdraw or self.done or self.growth
         return agent or self.unfit is not None
+
+
+class Pace:
+    """When the log tells what a join waits for: once the sentence has settled, and every 30 s."""
+
+    def __init__(self, now: float) -> None:
+        self._looked = now
+        self._candidate = self._told = ""
+        self._told_at = now
+
+    def is_due(self, now: float) -> bool:
+        """Whether to look again; a leader of many nodes decides much more often."""
+        return now - self._looked >= _SETTLED_SECONDS
+
+    def tells(self, sentence: str, now: float) -> bool:
+        """Whether to tell this sentence, which has no seconds, now."""
+        settled = sentence == self._candidate
+        self._looked, self._candidate = now, sentence
+        if not (settled and sentence != self._told) and now - self._told_at < _REPEAT_SECONDS:
+            return False
+        self._told, self._told_at = sentence, now
+        return True
 
 
 class Join:
@@ -45,13 +70,13 @@ class Join:
         self.rounds: dict[str, int] = {}
         self.suspect = False
         self.news = ""
-        self.pace = words.Pace(clock())
+        self.pace = Pace(clock())
 
     def begin(self, waited: float, news: str) -> None:
         """Ask for a round; ``waited``: seconds of the time-out that are over already."""
         self.waits, self.asked_at = True, self._clock()
         self.deadline = self.asked_at + max(0.0, self._timeout - waited)
-        self.news, self.pace = news, words.Pace(self.asked_at)
+        self.news, self.pace = news, Pace(self.asked_at)
 
     def start_over(self) -> None:
         """Restart the time-out: a spare waits for as long as a round lasts."""

@@ -63,6 +63,7 @@ from rdzv_plugins.protocol.master import Master
 from rdzv_plugins.protocol.neighbours import Neighbours
 from rdzv_plugins.protocol.network_check import NetworkCheck
 from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.remarks import remarks
 from rdzv_plugins.protocol.roster import apart, shards_of
 from rdzv_plugins.protocol.round_record import Durations, record_of
 from rdzv_plugins.protocol.rules import Failure
@@ -412,7 +413,7 @@ class Node:
         yield from self._take_up()
         yield from self._look()
         view = self.view()
-        for about, key, text in words.remarks(view):
+        for about, key, text in remarks(view):
             if (about, key) not in self._told:
                 yield from self._tell_what_it_asked_for()
                 yield from Tell(about, text)

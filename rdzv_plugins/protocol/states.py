@@ -82,39 +82,42 @@ def state_of(
         silent, lost: a heartbeat is overdue, or its lease ran out, on the caller's monotonic clock.
         now: seconds since the epoch; exclusions end by it.
     """
+    called_lost = document is not None and node in document.lost
     if record is None:
-        out = lost or (document is not None and node in document.lost)
-        return State.LOST if out else State.UNKNOWN
-    if record.has_ended:
-        drained = document is not None and node in document.drained
-        if record.status is Status.DONE:
-            return State.DONE
-        return State.DRAINED if drained else State.LEFT
-    if document is not None and node in document.lost:
-        return State.LOST
-    if document is None or not document.closed:  # In a closed run nobody sends heartbeats.
-        if lost or (document is not None and _is_left_behind(document, node, record)):
-            return State.LOST
-        if silent:
-            return State.SILENT
-    if record.is_unfit:
-        return State.UNFIT
+        return State.LOST if lost or called_lost else State.UNKNOWN
+    asks, ended = record.asks, record.has_ended
     if document is None:
-        return State.JOINING if record.asks else State.RUNNING
-    if node not in document.ranks and not document.closed:
-        if node in document.drained:
-            return State.DRAINED
-        if node in document.evicted and not record.asks:
-            return State.EVICTED
-        if exclusion_of(document, record.address, now) is not None:
-            return State.EXCLUDED
-    if record.asks:
-        forms = document.phase is Phase.FORMING and fits(record, document)
-        asked = document.closed and record.status is Status.JOIN
-        joins = forms or asked or node in document.ranks
-        return State.JOINING if joins else State.WAITING
-    confirms = document.phase is Phase.CONFIRMING and record.world_id == document.world_id
-    return State.READY if confirms else State.RUNNING
+        document = _before_the_first(record)
+    beats, forms = not document.closed, document.phase is Phase.FORMING
+    out = beats and node not in document.ranks
+    excluded = out and exclusion_of(document, record.address, now) is not None
+    of_it = record.world_id == document.world_id
+    joins = (forms and fits(record, document)) or (not beats and record.status is Status.JOIN)
+    table = (
+        (ended and record.status is Status.DONE, State.DONE),
+        (ended and node in document.drained, State.DRAINED),
+        (ended, State.LEFT),
+        (called_lost, State.LOST),
+        # In a closed run nobody sends heartbeats.
+        (beats and (lost or _is_left_behind(document, node, record)), State.LOST),
+        (beats and silent, State.SILENT),
+        (record.is_unfit, State.UNFIT),
+        (out and node in document.drained, State.DRAINED),
+        (out and node in document.evicted and not asks, State.EVICTED),
+        (excluded, State.EXCLUDED),
+        (asks and (joins or node in document.ranks), State.JOINING),
+        (asks, State.WAITING),
+        (document.phase is Phase.CONFIRMING and of_it, State.READY),
+    )
+    return next((state for holds, state in table if holds), State.RUNNING)
+
+
+def _before_the_first(record: NodeRecord) -> RoundDocument:
+    """Stands for the document that nobody has written yet."""
+    return RoundDocument(
+        incarnation="", round=0, phase=Phase.FORMING, leader=None,
+        min_nodes=record.min_nodes, max_nodes=record.max_nodes,
+    )  # fmt: skip
 
 
 def _is_left_behind(document: RoundDocument, node: str, record: NodeRecord) -> bool:

@@ -1,4 +1,4 @@
-"""The sentences about a run: what it does and waits for, and a node's remarks. Pure functions.
+"""The sentences about a run: what it does and what it waits for. Pure functions.
 
 A leader sees all records and names the missing nodes. Another node sees only the document. An
 outside observer sees all records, and whether heartbeats stand still.
@@ -7,7 +7,7 @@ outside observer sees all records, and whether heartbeats stand still.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -15,24 +15,13 @@ from rdzv_plugins.protocol import policies
 from rdzv_plugins.protocol.decide import rejoin_patience
 from rdzv_plugins.protocol.documents import Names, NodeRecord, Phase, RoundDocument, Status, labels
 from rdzv_plugins.protocol.policies.growth import GROWTH
-from rdzv_plugins.protocol.policies.kept_out import describe_in_force, exclusion_of, summary
-from rdzv_plugins.protocol.policies.network import own_findings, remark, sentence, slow, verdict_on
+from rdzv_plugins.protocol.policies.kept_out import summary
+from rdzv_plugins.protocol.policies.network import own_findings, sentence, slow
 from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.rules import View
-from rdzv_plugins.protocol.situation import (
-    Situation,
-    assess,
-    assess_from_outside,
-    is_full,
-    unconfirmed,
-    waits_for_a_living_round,
-)
+from rdzv_plugins.protocol.situation import Situation, assess, assess_from_outside, unconfirmed
 from rdzv_plugins.protocol.sizes import Sizes, needed
 from rdzv_plugins.protocol.wall_clock import shown
-
-# Tell a changed sentence once it has stood this long, not at each step of a forming round.
-_SETTLED_SECONDS = 1.0
-_REPEAT_SECONDS = 30.0
 
 _TO_JOIN = "to join_timeout"
 _NOBODY = Names()
@@ -109,41 +98,8 @@ class Diagnosis:
 
     def at_the_end(self, left: Iterable[str], gave_up: Collection[str] = ()) -> Diagnosis:
         """The diagnosis when the time is over, with more nodes that have left or given up."""
-        return Diagnosis(
-            does=self.does,
-            absent=self.absent,
-            lost=self.lost,
-            left=self.left.plus(left).without(gave_up),
-            gave_up=_NOBODY.plus(gave_up),
-            silent=self.silent,
-            unfit=self.unfit,
-            excluded=self.excluded,
-            refused=self.refused,
-            network=self.network,
-            since=self.since,
-        )
-
-
-class Pace:
-    """When the log tells what a join waits for: once the sentence has settled, and every 30 s."""
-
-    def __init__(self, now: float) -> None:
-        self._looked = now
-        self._candidate = self._told = ""
-        self._told_at = now
-
-    def is_due(self, now: float) -> bool:
-        """Whether to look again; a leader of many nodes decides much more often."""
-        return now - self._looked >= _SETTLED_SECONDS
-
-    def tells(self, sentence: str, now: float) -> bool:
-        """Whether to tell this sentence, which has no seconds, now."""
-        settled = sentence == self._candidate
-        self._looked, self._candidate = now, sentence
-        if not (settled and sentence != self._told) and now - self._told_at < _REPEAT_SECONDS:
-            return False
-        self._told, self._told_at = sentence, now
-        return True
+        gone, quit_ = self.left.plus(left).without(gave_up), _NOBODY.plus(gave_up)
+        return replace(self, left=gone, gave_up=quit_, doubted=0, seconds=None, needs=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +107,19 @@ class _Known:
     """Facts besides a situation, in seconds from now; None: not known.
 
     Attributes:
+        sees_all: all records are read, and the document has all its nodes. A node that does not
+            lead sees only the document and the leader's record.
+        leads: the leader speaks: a silent node that is not lost has one more lease.
+        leader: the leader's record.
         join, last_call, rejoin: until ``join_timeout``, and until the round stops waiting.
         call_ends, since: when the last call ends, and since when the round forms, for people.
         quiet: seconds of watching in which no heartbeat was seen.
-        leads: the leader speaks: a silent node that is not lost has one more lease.
+        network: what a node knows of its own network; it is told if there is nothing worse.
     """
 
+    sees_all: bool = True
+    leads: bool = False
+    leader: NodeRecord | None = None
     join: float | None = None
     last_call: float | None = None
     rejoin: float | None = None
@@ -164,7 +127,10 @@ class _Known:
     since: str = ""
     quiet: float | None = None
     hold: Reason | None = None
-    leads: bool = False
+    network: str = ""
+
+
+_Says: TypeAlias = Callable[[Situation, _Known], Diagnosis]
 
 
 def diagnose(
@@ -191,112 +157,78 @@ def diagnose(
 
 
 def of_run(at: Situation, quiet_for: float | None = None) -> Diagnosis:
-    """The diagnosis of a known situation."""
-    document, now = at.document, at.wall
-    known = _Known(quiet=quiet_for, since=shown(document.since, now), hold=_held(at))
-    leader = at.records.get(document.leader or "")
-    if leader is not None and (ends := call_ends(document, leader)):
-        known = replace(known, last_call=ends - now, call_ends=f", until {shown(ends, now)}")
-    return _with_exclusions(_with_records(at, known), document, now)
+    """The diagnosis of a known situation by an observer."""
+    leader = at.records.get(at.document.leader or "")
+    ends, since = call_ends(at.document, leader), shown(at.document.since, at.wall)
+    known = _Known(leader=leader, since=since, quiet=quiet_for, hold=_held(at))
+    if ends:
+        until = f", until {shown(ends, at.wall)}"
+        known = replace(known, last_call=ends - at.wall, call_ends=until)
+    return _describe(at, known)
 
 
-def call_ends(document: RoundDocument, leader: NodeRecord) -> int:
+def call_ends(document: RoundDocument, leader: NodeRecord | None) -> int:
     """When the last call of the forming round ends, on its leader's wall clock; 0: unknown."""
-    if document.phase is not Phase.FORMING or leader.last_call is None:
+    if document.phase is not Phase.FORMING or leader is None or leader.last_call is None:
         return 0
     round_, ends = leader.last_call
     return ends if round_ == document.round and shown(ends, ends) else 0
 
 
-def _with_exclusions(found: Diagnosis, document: RoundDocument, now: float) -> Diagnosis:
-    if document.closed or not (document.excluded or document.quarantined):
-        return found
-    return replace(found, excluded=summary(document, now))
-
-
 def of_node(view: View, join_left: float | None = None) -> Diagnosis:
     """The diagnosis by a node that waits for a round, ``join_left`` seconds before join_timeout."""
-    document = view.document
-    if view.record.is_unfit:
-        return Diagnosis(does=f"this node does not join: {view.record.unfit}")
+    document, record = view.document, view.record
+    if record.is_unfit:
+        return Diagnosis(does=f"this node does not join: {record.unfit}")
     if document is None:
         return Diagnosis(does="waiting for a first round", seconds=join_left, limit=_TO_JOIN)
-    found = _of_node(view, document, join_left)
-    if not found.network:
-        checks = "this node checks its network" if view.checks else ""
-        found = replace(found, network=checks or own_findings(view.record))
-    return _with_exclusions(found, document, view.wall)
-
-
-def _of_node(view: View, document: RoundDocument, join_left: float | None) -> Diagnosis:
-    rules = view.rules
-    in_it = view.confirmed is not None and view.record.world_id == document.world_id
+    checks = "this node checks its network" if view.checks else own_findings(record)
+    known = _Known(sees_all=False, leader=view.leader, join=join_left, network=checks)
+    at = Situation(document=document, records={}, rules=view.rules, wall=view.wall)
+    in_it = view.confirmed is not None and record.world_id == document.world_id
     if document.phase is Phase.RUNNING and not in_it:
-        led = _led(document, view.leader)
-        does = f"waiting for the next round: round {document.round} runs with {_size(document)}"
-        if document.has_lost_all:
-            does = f"waiting for the next round: round {document.round} has lost all its nodes"
-        sizes = Sizes.of(rules)
-        if sizes.policy and document.size < sizes.most:
-            led += f", which lets more in as {sizes.policy} demands"
-        return Diagnosis(does=does + led, seconds=join_left, limit=_TO_JOIN)
-    if view.records is None or not document.is_whole:
-        return _without_records(document, view.leader, join_left, view.wall)
-
-    at = assess(view, document)
-    waits = document.phase is Phase.FORMING or at.growth > 0
-    held = policies.holds(view, at) if waits else None
-    known = _Known(
-        join=join_left,
-        last_call=0.0 if held is None else held.seconds,
-        rejoin=rejoin_patience(rules, at.size) - view.round_age,
-        hold=held,
-        leads=True,
-    )
-    return _with_records(at, known)
+        return _describe(at, known, _waiting_for_the_next)
+    if view.records is not None and document.is_whole:
+        at = assess(view, document)
+        waits = document.phase is Phase.FORMING or at.growth > 0
+        hold = policies.holds(view, at) if waits else None
+        known = replace(
+            known,
+            sees_all=True,
+            leads=True,
+            last_call=0.0 if hold is None else hold.seconds,
+            rejoin=rejoin_patience(view.rules, at.size) - view.round_age,
+            hold=hold,
+        )
+    return _describe(at, known)
 
 
-def _without_records(
-    document: RoundDocument, leader: NodeRecord | None, join_left: float | None, now: float
-) -> Diagnosis:
-    led, cause = _led(document, leader), document.cause
-    match document.phase:
-        case Phase.FORMING:
-            ends = call_ends(document, leader) if leader is not None else 0
-            call = f"; its last call ends at {shown(ends, now)}" if ends else ""
-            return Diagnosis(
-                does=f"waiting for a round of {_nnodes(document)} nodes{led}{call}",
-                lost=cause.lost,
-                left=cause.left,
-                seconds=join_left,
-                limit=_TO_JOIN,
-            )
-        case Phase.CONFIRMING:
-            does = f"confirming round {document.round}, {_size(document)}{led}"
-            return Diagnosis(does=does, seconds=join_left, limit=_TO_JOIN)
-        case Phase.RUNNING:
-            return Diagnosis(does=f"running round {document.round}, {_size(document)}{led}")
-        case Phase.CLOSED:
-            return _closed(document)
-
-
-def _with_records(at: Situation, known: _Known) -> Diagnosis:
+def _describe(at: Situation, known: _Known, does: _Says | None = None) -> Diagnosis:
+    """The diagnosis of a run by whoever has this situation."""
     document, records = at.document, at.records
+    found = _dead(at, known) if known.sees_all else None
+    found = found or (does or _BY_PHASE[document.phase])(at, known)
     if document.closed:
-        return _closed(document)
-    unfit = [it for node, it in records.items() if it.is_unfit and node not in at.silent]
-    late = slow(document, records) if document.phase is Phase.RUNNING else ""
-    return replace(
-        _by_phase(at, known, bool(unfit)),
-        unfit=_reasons(unfit),
-        refused=_refused(at) if document.phase is not Phase.CONFIRMING else "",
-        network="; ".join(filter(None, (sentence(document, records), late))),
-        doubted=len(at.overdue) if known.leads else 0,
-    )
+        return found
+    if known.sees_all:
+        late = slow(document, records) if document.phase is Phase.RUNNING else ""
+        found = replace(
+            found,
+            unfit=_reasons(_unfit(at)),
+            refused=_refused(at) if document.phase is not Phase.CONFIRMING else "",
+            network="; ".join(filter(None, (sentence(document, records), late))),
+            doubted=len(at.overdue) if known.leads else 0,
+        )
+    network = found.network or known.network
+    return replace(found, network=network, excluded=summary(document, at.wall))
+
+
+def _unfit(at: Situation) -> list[NodeRecord]:
+    return [it for node, it in at.records.items() if it.is_unfit and node not in at.silent]
 
 
 def _reasons(unfit: Iterable[NodeRecord]) -> Names:
-    return Names().plus(f"{record.label} ({record.unfit})" for record in unfit)
+    return _NOBODY.plus(f"{record.label} ({record.unfit})" for record in unfit)
 
 
 def _refused(at: Situation) -> str:
@@ -304,61 +236,63 @@ def _refused(at: Situation) -> str:
     return "; ".join(f"{_count(nodes)} waiting: {why}" for why, nodes in found.items())
 
 
-def _by_phase(at: Situation, known: _Known, has_unfit: bool) -> Diagnosis:
-    document = at.document
-    if has_unfit and not at.live:
-        return Diagnosis(does=f"round {document.round} is {document.phase.value}, no node is fit")
-    stands = f"dead: round {document.round} is {document.phase.value}, but"
-    if all(record.status is Status.LEFT for record in at.records.values()):
-        return Diagnosis(does=f"{stands} all its nodes have left")
-    if not at.live:
-        return _dead(f"{stands} none of its nodes lives", at, known)
-    match document.phase:
-        case Phase.FORMING:
-            return _forming(at, known)
-        case Phase.CONFIRMING:
-            return _confirming(at, known)
-        case _:
-            return _running(at, known)
-
-
-def _dead(does: str, at: Situation, known: _Known) -> Diagnosis:
-    last = shown(max((it.at for it in at.records.values()), default=0), at.wall)
-    if last:
+def _dead(at: Situation, known: _Known) -> Diagnosis | None:
+    """The diagnosis of a run in which nobody can do anything; None: somebody can."""
+    document, records = at.document, at.records
+    if document.closed:
+        return None
+    stands = f"round {document.round} is {document.phase.value}"
+    if not at.live and _unfit(at):
+        return Diagnosis(does=f"{stands}, no node is fit")
+    if all(record.status is Status.LEFT for record in records.values()):
+        return Diagnosis(does=f"dead: {stands}, but all its nodes have left")
+    if at.live:
+        return None
+    does = f"dead: {stands}, but none of its nodes lives"
+    if last := shown(max((it.at for it in records.values()), default=0), at.wall):
         return Diagnosis(does=f"{does}; the last heartbeat came at {last}")
     return Diagnosis(does=does, seconds=known.quiet, limit="watched without a heartbeat")
 
 
 def _forming(at: Situation, known: _Known) -> Diagnosis:
-    document, records, sizes = at.document, at.records, at.sizes
-    ready, size = len(at.ready), at.size
-    more = needed(at.ready, records, sizes)
-    needs = max(more, len(at.pending))
-    here = f"{ready} of {_nnodes(document)}"
-    lost = document.cause.lost.without(labels(records, at.ready))
-    active = (it for it in at.lost if it in records and not records[it].is_over)
-    lost = lost.plus(labels(records, active))
-    if needs <= 0 and size >= sizes.most:
-        return Diagnosis(does=f"{here} nodes are here: their round begins", since=known.since)
-    if needs <= 0:
-        does, limit = f"enough nodes ({here})", f"more {_for_whom(ready, sizes)}{known.call_ends}"
-        if size < ready:
-            lets = "let" if " and " in sizes.policy else "lets"
-            does += f": {sizes.policy} {lets} {size} of them in"
+    document, cause, ready = at.document, at.document.cause, len(at.ready)
+    if not known.sees_all:
+        ends = call_ends(document, known.leader)
+        call = f"; its last call ends at {shown(ends, at.wall)}" if ends else ""
+        does = f"waiting for a round of {_nnodes(document)} nodes{_led(document, known)}{call}"
         return Diagnosis(
-            does=does,
-            lost=lost,
-            since=known.since,
-            seconds=known.last_call,
-            limit=limit,
-            needs=False,
+            does=does, lost=cause.lost, left=cause.left, seconds=known.join, limit=_TO_JOIN
         )
+    needs = max(needed(at.ready, at.records, at.sizes), len(at.pending))
+    here = f"{ready} of {_nnodes(document)}"
+    if needs > 0:
+        return _too_few(at, known, needs, here)
+    if at.size >= at.sizes.most:
+        return Diagnosis(does=f"{here} nodes are here: their round begins", since=known.since)
+    does, policy = f"enough nodes ({here})", at.sizes.policy
+    if at.size < ready:
+        does += f": {policy} {'let' if ' and ' in policy else 'lets'} {at.size} of them in"
+    return Diagnosis(
+        does=does,
+        lost=_lost(at),
+        since=known.since,
+        seconds=known.last_call,
+        limit=f"more {_for_whom(ready, at.sizes)}{known.call_ends}",
+        needs=False,
+    )
+
+
+def _too_few(at: Situation, known: _Known, needs: int, here: str) -> Diagnosis:
+    """The diagnosis of a forming round that waits for ``needs`` nodes."""
+    records, sizes, ready = at.records, at.sizes, len(at.ready)
     left = silent = _NOBODY
-    if size == 0:
-        gone = (it for it in records.values() if it.has_ended and it.status is Status.LEFT)
-        unfit = [it.label for it in records.values() if it.is_unfit and it.status is Status.LEFT]
-        left = document.cause.left.plus(it.label for it in gone).without(unfit)
-        silent = _NOBODY if known.leads else silent.plus(labels(records, at.overdue))
+    if at.size == 0:
+        gone = [it for it in records.values() if it.status is Status.LEFT]
+        ended = (it.label for it in gone if it.has_ended)
+        unfit = [it.label for it in gone if it.is_unfit]
+        left = at.document.cause.left.plus(ended).without(unfit)
+        silent = _NOBODY if known.leads else _NOBODY.plus(labels(records, at.overdue))
+    more = needed(at.ready, records, sizes)
     demands = f", as {sizes.policy} demands" if more > max(0, sizes.min_nodes - ready) else ""
     limits = [(known.join, _TO_JOIN)]
     if at.pending and known.rejoin is not None:
@@ -366,15 +300,23 @@ def _forming(at: Situation, known: _Known) -> Diagnosis:
     seconds, limit = min(limits, key=lambda item: float("inf") if item[0] is None else item[0])
     return Diagnosis(
         does=f"waiting for {_count(needs)}: {here} {'is' if ready == 1 else 'are'} here{demands}",
-        absent=Names().plus(labels(records, at.pending)),
-        lost=lost,
+        absent=_NOBODY.plus(labels(records, at.pending)),
+        lost=_lost(at),
         left=left,
         silent=silent,
         since=known.since,
         seconds=seconds,
         limit=limit,
-        needs=size == 0,
+        needs=at.size == 0,
     )
+
+
+def _lost(at: Situation) -> Names:
+    """The nodes that are missing in the forming round because they are lost."""
+    records = at.records
+    lost = at.document.cause.lost.without(labels(records, at.ready))
+    active = (it for it in at.lost if it in records and not records[it].is_over)
+    return lost.plus(labels(records, active))
 
 
 def _for_whom(ready: int, sizes: Sizes) -> str:
@@ -389,40 +331,65 @@ _ORDINALS = dict(enumerate(("a second", "a third", "a fourth", "a fifth", "a six
 
 def _confirming(at: Situation, known: _Known) -> Diagnosis:
     document = at.document
+    does = f"confirming round {document.round}"
+    if not known.sees_all:
+        does += f", {_size(document)}{_led(document, known)}"
+        return Diagnosis(does=does, seconds=known.join, limit=_TO_JOIN)
     missing = unconfirmed(document, at.records)
     # If the roster is lost, an observer knows only nodes that have confirmed.
     unknown = document.size - len(document.ranks)
-    number = len(missing) + unknown
-    does = f"confirming round {document.round}: "
-    if number:
+    if number := len(missing) + unknown:
         have = "has not confirmed its rank" if number == 1 else "have not confirmed their rank"
-        names = Names().plus(labels(at.records, missing))
-        does += f"{number} of {_count(document.size)} {have}"
-        does += "" if unknown else f": {names}"
+        names = "" if unknown else f": {_NOBODY.plus(labels(at.records, missing))}"
+        does += f": {number} of {_count(document.size)} {have}{names}"
     else:
-        does += "all nodes have confirmed their rank"
+        does += ": all nodes have confirmed their rank"
     return Diagnosis(does=does, seconds=known.join, limit=_TO_JOIN)
 
 
 def _running(at: Situation, known: _Known) -> Diagnosis:
-    document, spares = at.document, len(at.waiting)
+    document = at.document
+    does = f"running round {document.round}, {_size(document)}"
+    if not known.sees_all:
+        return Diagnosis(does=does + _led(document, known))
+    spares = len(at.waiting)
     word = "waiting" if at.room > 0 and not document.finishing else "spare"
     plural = "s" if word == "spare" and spares > 1 else ""
     held = known.hold if word == "waiting" and at.growth > 0 else None
     if word == "waiting" and not at.growth and at.sizes.policy:
         word = f"waiting for {at.sizes.policy}"
     why = f" ({held.why})" if held is not None and held.why else ""
-    parts = [
-        f"running round {document.round}",
-        _size(document),
-        f"{len(document.lost)} of them lost" if document.lost else "",
-        f"{len(at.done)} of them done" if at.done else "",
-        f"{spares} {word}{plural}{why}" if spares else "",
-    ]
-    does = ", ".join(part for part in parts if part)
+    does += f", {len(document.lost)} of them lost" if document.lost else ""
+    does += f", {len(at.done)} of them done" if at.done else ""
+    does += f", {spares} {word}{plural}{why}" if spares else ""
     if held is None or held.seconds is None:
         return Diagnosis(does=does)
     return Diagnosis(does=does, seconds=held.seconds, limit=held.limit)
+
+
+def _waiting_for_the_next(at: Situation, known: _Known) -> Diagnosis:
+    """The diagnosis by a node that waits while a round runs without it."""
+    document, sizes = at.document, at.sizes
+    runs = f"runs with {_size(document)}"
+    if document.has_lost_all:
+        runs = "has lost all its nodes"
+    does = f"waiting for the next round: round {document.round} {runs}{_led(document, known)}"
+    if sizes.policy and document.size < sizes.most:
+        does += f", which lets more in as {sizes.policy} demands"
+    return Diagnosis(does=does, seconds=known.join, limit=_TO_JOIN)
+
+
+def _closed(at: Situation, known: _Known) -> Diagnosis:
+    reason = at.document.reason
+    return Diagnosis(does=f"closed: {reason}" if reason else "closed")
+
+
+_BY_PHASE: dict[Phase, _Says] = {
+    Phase.FORMING: _forming,
+    Phase.CONFIRMING: _confirming,
+    Phase.RUNNING: _running,
+    Phase.CLOSED: _closed,
+}
 
 
 def _held(at: Situation) -> Reason:
@@ -432,14 +399,10 @@ def _held(at: Situation) -> Reason:
     return Reason(", ".join(it for it in options if it.partition("=")[0] in GROWTH))
 
 
-def _closed(document: RoundDocument) -> Diagnosis:
-    return Diagnosis(does=f"closed: {document.reason}" if document.reason else "closed")
-
-
-def _led(document: RoundDocument, leader: NodeRecord | None) -> str:
+def _led(document: RoundDocument, known: _Known) -> str:
     if document.leader is None:
         return ", whose leader left"
-    return f", led by {leader.label}" if leader is not None else ""
+    return f", led by {known.leader.label}" if known.leader is not None else ""
 
 
 def _nnodes(document: RoundDocument) -> str:
@@ -457,148 +420,3 @@ def _size(document: RoundDocument) -> str:
 
 def _count(nodes: int) -> str:
     return "1 node" if nodes == 1 else f"{nodes} nodes"
-
-
-Remark: TypeAlias = tuple[str, object, str]
-"""A remark of a node for people: a kind, a key (each is told once), and a sentence."""
-
-
-def remarks(view: View) -> Iterator[Remark]:
-    """What this node has to tell now."""
-    yield from _of_the_end(view)
-    document = view.document
-    if document is None or document.closed:
-        return
-    for kind in (_of_the_round, _of_two_worlds, _of_orders, _of_a_spare, _of_the_network):
-        yield from kind(view, document)
-    if document.leader == view.me:
-        yield from _of_a_leader(view, document)
-
-
-def _of_the_end(view: View) -> Iterator[Remark]:
-    document, latest = view.document, view.latest
-    if latest is None or not latest.closed:
-        return
-    if document is None or not document.closed:
-        yield "closed", latest.incarnation, "the run was closed while the store was away"
-    elif not document.reason.endswith(f"closed by {view.record.label}"):
-        # A node that closed the run itself has already logged its end.
-        yield "closed", latest.incarnation, f"the run is closed: {document.reason}"
-
-
-def _of_the_round(view: View, document: RoundDocument) -> Iterator[Remark]:
-    this_round, number = (document.incarnation, document.round), document.round
-    if document.phase is Phase.FORMING and number > 0:
-        about = "lost" if document.cause.lost else "forming"
-        yield about, this_round, f"round {number} forms: {document.reason}"
-    if document.lost and document.leader == view.me:
-        names = Names().plus(labels(view.records or {}, document.lost))
-        text = f"round {number} goes on without {names}: lease ran out"
-        yield "lost", (*this_round, document.lost), text
-    evicted = document.cause.evicted
-    if evicted and view.record.label in evicted and not document.names(view.me):
-        yield (
-            "evicted",
-            this_round,
-            f"round {number} goes on without this node: its agent did not ask for it in time",
-        )
-
-
-def _of_two_worlds(view: View, document: RoundDocument) -> Iterator[Remark]:
-    was = view.member
-    if was is None or view.unheard < view.rules.lease or not _went_on(view, document, was):
-        return
-    yield (
-        "two worlds",
-        was.world_id,
-        f"round {document.round} came without this node, whose workers ran on in round "
-        f"{was.round}: two worlds of this run may have trained at once, for at most "
-        f"{view.unheard:.1f} s, in which the store accepted no heartbeat of this node",
-    )
-
-
-def _of_orders(view: View, document: RoundDocument) -> Iterator[Remark]:
-    exclusion = exclusion_of(document, view.record.address, view.wall)
-    if view.me in document.drained:
-        text = "this node was drained: the others go on without it, its agent ends with status 0"
-        yield "drained", document.incarnation, text
-    elif exclusion is not None:
-        text = f"{describe_in_force(document, exclusion, view.wall)}; this node waits meanwhile"
-        yield "excluded", (document.incarnation, exclusion), text
-
-
-def _of_a_spare(view: View, document: RoundDocument) -> Iterator[Remark]:
-    excluded = exclusion_of(document, view.record.address, view.wall) is not None
-    if excluded or view.leader is None or not waits_for_a_living_round(view):
-        return
-    why = "which is full"
-    if document.finishing:
-        why = "whose workers are about to end"
-    elif view.record.suspect:
-        why = "which is not ended for a node that failed its network check"
-    elif not is_full(document, Sizes.of(view.rules)):
-        why = f"which lets newcomers in later ({view.record.policy})"
-    yield (
-        "spare",
-        (document.incarnation, document.round),
-        f"this node waits as a spare of round {document.round}, {why}: {document.size} of "
-        f"{document.max_nodes} nodes, led by {view.leader.label}. If that is another job, give "
-        "this one an --rdzv-id of its own",
-    )
-
-
-def _of_the_network(view: View, document: RoundDocument) -> Iterator[Remark]:
-    if document.leader == view.me and view.records is not None and document.is_whole:
-        yield from _remarks_on_the_network(view, document)
-    elif said := own_findings(view.record):
-        yield "network", view.record.world_id, f"the network check of this node failed: {said}"
-
-
-def _of_a_leader(view: View, document: RoundDocument) -> Iterator[Remark]:
-    for exclusion in document.quarantined:
-        told = describe_in_force(document, exclusion, view.wall)
-        text = f"{told}; rdzv include ends it, and quarantine_after=0 turns quarantine off"
-        yield "quarantine", (document.incarnation, exclusion), text
-    rules = view.rules
-    for record in (view.records or {}).values():
-        if record.is_unfit and record.label != view.record.label:
-            text = f"{record.label} does not join: {record.unfit}"
-            if record.failed:
-                text = f"{record.label} left: {record.unfit}"
-            yield "unfit", (record.label, record.unfit, record.round), text
-        if (record.interval, record.lease) != (rules.interval, rules.lease):
-            yield (
-                "settings",
-                record.label,
-                f"{record.label} beats every {record.interval:g} s with a lease of "
-                f"{record.lease:g} s, this node every {rules.interval:g} s with one of "
-                f"{rules.lease:g} s: set keep_alive_interval and keep_alive_max_attempt alike",
-            )
-        if record.policy != view.record.policy:
-            yield (
-                "settings",
-                record.policy,
-                f"{record.label} has {record.policy or 'no such option'} in --rdzv-conf, this "
-                f"node {view.record.policy or 'none'}: set them alike on all nodes, for only "
-                "those of the node that leads have an effect",
-            )
-
-
-def _went_on(view: View, document: RoundDocument, member: RoundDocument) -> bool:
-    """Whether the run has had a later round than ``member``, without this node."""
-    if view.me in document.ranks or document.ran in (None, member.world_id):
-        return False
-    return document.is_of(member) or member.incarnation in view.asked_tombstones
-
-
-def _remarks_on_the_network(view: View, document: RoundDocument) -> Iterator[Remark]:
-    this_round = document.incarnation, document.round
-    records = {**(view.records or {}), view.me: view.record}
-    runs = document.phase is Phase.RUNNING
-    if document.phase is Phase.CONFIRMING and not unconfirmed(document, records):
-        if not verdict_on(document, records, view.rules).runs:
-            yield "network", this_round, remark(document, records, runs=False)
-    elif runs and document.faults.links:
-        yield "network", this_round, remark(document, records, runs=True)
-    if runs and (late := slow(document, records)):
-        yield "slow", this_round, f"round {document.round}: {late}"

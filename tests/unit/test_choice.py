@@ -16,9 +16,9 @@ from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import Cause, Names, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.policies.ranks import natural_key
 from rdzv_plugins.protocol.policies.selection import choose
+from rdzv_plugins.protocol.remarks import remarks
 from rdzv_plugins.protocol.rules import Action, Rules, SetRecord, Wait, Write
 from rdzv_plugins.protocol.sizes import Sizes, needed, world_size
-from rdzv_plugins.protocol.words import remarks
 from tests import replace
 
 from .views import RULES, document, record, running, view, written

@@ -18,7 +18,7 @@ from rdzv_plugins.observe.logs import set_up
 from rdzv_plugins.process import factory
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.documents import Outcome, Phase, Status
-from rdzv_plugins.protocol.words import remarks
+from rdzv_plugins.protocol.remarks import remarks
 from rdzv_plugins.settings.options import Settings
 from tests import replace
 from tests.unit.crowd import Crowd

@@ -30,8 +30,9 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.orders import Given, accuse, drain, exclude, include, resize, restart
 from rdzv_plugins.protocol.policies.kept_out import describe
+from rdzv_plugins.protocol.remarks import remarks
 from rdzv_plugins.protocol.rules import Action, Confirm, Fail, Failure, SetRecord, Start, Wait
-from rdzv_plugins.protocol.words import diagnose, of_node, remarks
+from rdzv_plugins.protocol.words import diagnose, of_node
 from tests import replace
 
 from .crowd import Crowd

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rdzv_plugins.protocol.documents import Cause, Names, NodeRecord, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.join import Pace
 from rdzv_plugins.protocol.rules import View
-from rdzv_plugins.protocol.words import Diagnosis, Pace, diagnose, of_node
+from rdzv_plugins.protocol.words import Diagnosis, diagnose, of_node
 from tests import replace
 
 from .views import RULES, all_running, document, joining, record, running, view
