@@ -20,7 +20,7 @@ from rdzv_plugins.testing.harness import until
 from tests.integration.namespaces import bring_up_loopback
 
 README = Path(__file__).resolve().parents[2] / "README.md"
-# To which the README leads a reader whose job trains.
+# To which the README leads a reader whose job trains, or who has no server.
 COMMANDS = README.parent / "docs" / "commands.md"
 
 # A lease of 15 s and another one where the store was away, an import of torch by three workers on
@@ -38,20 +38,21 @@ ON_REDIS = "rdzv run --rdzv-backend=redis"
 _STEP = re.compile(r"step (\d+) in a world of (\d+), loss")
 
 
-def blocks(language: str = "") -> list[str]:
-    """The blocks of code in a language, of the README and of its page of commands."""
+def blocks() -> list[str]:
+    """The blocks of commands of the README and of its page of commands."""
     text = README.read_text() + COMMANDS.read_text()
     found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return [text for its_language, text in found if its_language == language]
+    return [text for language, text in found if not language]
 
 
-def block(beginning: str, language: str = "") -> str:
-    """The README's only block of code that begins so."""
-    (found,) = (text for text in blocks(language) if text.startswith(beginning))
+def block(beginning: str) -> str:
+    """The only block that begins so."""
+    (found,) = (text for text in blocks() if text.startswith(beginning))
     return found
 
 
-STEPS = int(re.findall(r"^STEPS = (.*)$", block("import os", "python"), re.MULTILINE)[0])
+TRAIN = (README.parent / "examples" / "train.py").read_text()
+STEPS = int(re.findall(r"^STEPS = (.*)$", TRAIN, re.MULTILINE)[0])
 
 
 class Terminal:
@@ -169,7 +170,7 @@ def example() -> dict[str, object]:
     """
     export, lines = of_commands("quorum")
     early = {line: ask(export, line) for line in lines if "status" in line or "history" in line}
-    Path("train.py").write_text(block("import os", "python"))
+    Path("train.py").write_text(TRAIN)
     with Terminals(block(ON_QUORUM)) as terminals:
         agents = dict(zip((3, 1, 2), terminals.start(3, 1, 2), strict=True))
         first = terminals.see_a_world_of(3, *agents.values())
@@ -194,7 +195,7 @@ def example() -> dict[str, object]:
 def again() -> dict[str, object]:
     """What a reader does who kills two, and then goes through the hour anew, at once."""
     export, lines = of_commands("quorum")
-    Path("train.py").write_text(block("import os", "python"))
+    Path("train.py").write_text(TRAIN)
     with Terminals(block(ON_QUORUM)) as terminals:
         agents = dict(zip((1, 2, 3), terminals.start(1, 2, 3), strict=True))
         terminals.see_a_world_of(3, *agents.values())
@@ -229,7 +230,7 @@ def store() -> dict[str, object]:
     """The same on a server: two terminals, of which one is killed; then again, at once."""
     server = Terminal(SERVE)
     export, lines = of_commands("redis")
-    Path("train.py").write_text(block("import os", "python"))
+    Path("train.py").write_text(TRAIN)
     try:
         with Terminals(block(ON_REDIS)) as terminals:
             agents = terminals.start(1, 2)
@@ -287,7 +288,7 @@ def ask(export: str, line: str) -> tuple[int, str]:
 
 def torchrun() -> dict[str, object]:
     """torchrun itself: one node trains, and ends when it is told to."""
-    Path("train.py").write_text(block("import os", "python"))
+    Path("train.py").write_text(TRAIN)
     server = Terminal(SERVE)
     terminal = Terminal(block("torchrun --rdzv-backend"))
     try:
