@@ -94,6 +94,17 @@ def _param(item: pytest.Item, fixture: str) -> Any:
     return parametrised and parametrised.params.get(fixture)
 
 
+@pytest.fixture
+def cheap_method_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's handler asks inspect.stack() twice for each event's name, which searches all modules.
+
+    A call takes 0.1 s of a processor where all tests are imported: torch needed a minute to close.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda: "a method")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     measured = [
         (report.nodeid.rpartition("/")[2].partition("@")[0], report.user_properties)

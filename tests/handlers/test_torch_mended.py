@@ -26,6 +26,8 @@ from rdzv_plugins.torch import dynamic_handler
 from rdzv_plugins.torch.dynamic_handler import MendedDynamicRendezvousHandler, create_torch_handler
 from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 
+pytestmark = pytest.mark.usefixtures("cheap_method_names")
+
 PARAMS = RendezvousParameters("redis", "", "run", 1, 1, local_addr="127.0.0.1")
 
 

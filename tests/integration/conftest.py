@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,13 @@ _STORES: dict[str, tuple[str, ...]] = {
     "test_security": _TWO,
     "test_servers": _TWO,
 }
-# A request to DynamoDB Local takes ten times the processor time of another store's.
+# A request to DynamoDB Local takes ten times the processor time of another store's, its start 3 s.
 _MANY_REQUESTS = ("rdzv_plugins.testing.concurrency", "rdzv_plugins.testing.killed_writers")
+_RESTARTS = (
+    "test_server_restart_with_its_data",
+    "test_server_restart_with_an_empty_memory",
+    "test_the_last_answers_of_a_stopping_server_are_no_refusals",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,9 +47,18 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         default = ("redis",) if "running_store" in params else names
         stores = [name for it in params.values() if (name := getattr(it, "name", it)) in names]
         if not set(stores) <= set(_STORES.get(item.path.stem, default)) or (
-            "dynamodb" in stores and item.obj.__module__ in _MANY_REQUESTS
+            "dynamodb" in stores
+            and (item.obj.__module__ in _MANY_REQUESTS or item.originalname in _RESTARTS)
         ):
             item.add_marker(pytest.mark.full)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def boto_reads_once() -> None:
+    """boto3 reads its JSON for each client, 0.09 of the 0.1 s of a processor that a client takes."""
+    import botocore.session
+
+    botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 
 
 @pytest.fixture(

@@ -41,6 +41,8 @@ from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend, create_backen
 from tests import servers
 from tests.integration.stores import RunningStore
 
+pytestmark = pytest.mark.usefixtures("cheap_method_names")
+
 KINDS = ["stock, c10d", "stock, memory", "stock, redis", "mended, memory", "mended, redis"]
 ADDRESS = "127.0.0.1"
 STORE_TIMEOUT = timedelta(seconds=30)
