@@ -32,8 +32,8 @@ _JOBS = {
 _ROW = {file: row for row, files in _JOBS.items() for file in files}
 # The longest come first, then those of minutes, so that no process ends long after the others.
 _LONG = ("test_torch_handler", "test_signals", "test_check")
-# They wait for most of their time: each value of this fixture is a group of its own.
-_APART = {"test_torch_handler": "run"}
+# They wait for most of their time: each value of this fixture or argument is a group of its own.
+_APART = {"test_torch_handler": "run", "test_signals": "case"}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,31 +1,27 @@
-"""Agents that get a signal at each point of their lives; processes forked from one.
+"""An agent that gets a signal at a point of its life.
 
-Run as a program with an endpoint of Redis, its server's process id, and names of cases; prints what
-became of each as JSON. The forked process plays torch's agent: its handlers of signals are torch's.
+Run as a program with an endpoint of Redis, a run id and the name of a case; prints a line when the
+signal may come. It plays torch's agent: its handlers of signals are torch's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as torchs
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from rdzv_plugins.process.factory import create_handler
 from rdzv_plugins.process.handler import StoreRendezvousHandler
-from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, NodeRecord, RoundDocument
-from rdzv_plugins.stores import open_client
+from rdzv_plugins.protocol.documents import NODES_PREFIX
 from rdzv_plugins.testing.threads import Background
 
 # A lease of a minute: what is seen earlier was announced.
@@ -50,7 +46,7 @@ def install_torchs_handlers() -> None:
 
 
 def begin(case: str) -> None:
-    """The parent waits for this line, and then sends the signal."""
+    """The test waits for this line, and then sends the signal."""
     os.write(1, b"%d at %s\n" % (os.getpid(), case.encode()))
 
 
@@ -204,91 +200,9 @@ CASES: dict[str, tuple[Callable[[StoreRendezvousHandler], None], int]] = {
 }
 
 
-def play(endpoint: str, server: int, name: str, how: str, children: list[int]) -> dict[str, Any]:
-    """``how``: signals, each with the seconds before it; ``away``, ``back``: of the store.
-
-    ``children`` lists the processes that run when this raises.
-    """
-    run_id = f"{name}-{how}"
-    lives, nodes = CASES[name]
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(write, 1)
-        if "SIGUSR1" in how:
-            # As torch's launcher does.
-            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGUSR1"
-        lives(make(endpoint, run_id, nodes))
-        sys.exit(0)
-    os.close(write)
-    children.append(child)
-    client = open_client("redis", endpoint, run_id)
-    peer: Background[RendezvousInfo] | None = None
-    if name == "barrier":
-        other = make(endpoint, run_id, nodes)
-        peer = Background(other.next_rendezvous)
-    with os.fdopen(read, "rb") as lines:
-        assert Background(lines.readline).result(60).startswith(b"%d at" % child)
-        began: float | None = None
-        for word in how.split():
-            seconds, _, what = word.rpartition("+")
-            time.sleep(float(seconds or 0))
-            if what in ("away", "back"):
-                os.kill(server, signal.SIGSTOP if what == "away" else signal.SIGCONT)
-            else:
-                began = began or time.monotonic()
-                os.kill(child, getattr(signal, what))
-        assert began is not None
-        waited = Background(lambda: os.waitpid(child, 0)[1])
-        left = None
-        while not waited.done(0.01):
-            with contextlib.suppress(Exception):
-                if "away" not in how and left is None and _status(client, child) == "left":
-                    left = time.monotonic() - began
-            if time.monotonic() - began > 40:
-                os.kill(child, signal.SIGKILL)
-        children.remove(child)
-        status, took = os.waitstatus_to_exitcode(waited.result(5)), time.monotonic() - began
-    os.kill(server, signal.SIGCONT)
-    entry = client.get(STATE_KEY)
-    document = RoundDocument.decode(entry.value) if entry else None
-    seen = {
-        "status": status,
-        "seconds": took,
-        "announced": left,
-        "record": _status(client, child),
-        "phase": document.phase if document else None,
-    }
-    if peer is not None:
-        other.shutdown()
-    client.close()
-    return seen
-
-
-def _status(client: Any, pid: int) -> str | None:
-    records = (NodeRecord.decode(entry.value) for entry in client.list(NODES_PREFIX).values())
-    return next((str(record.status.value) for record in records if record.pid == pid), None)
-
-
 if __name__ == "__main__":
-    # A shell that runs the tests in the background lets them ignore these.
+    # A shell that runs the tests in the background lets them ignore it.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    endpoint, server, *cases = sys.argv[1:]
-    player = os.getpid()
-    seen: dict[str, dict[str, Any]] = {}
-    for case in cases:
-        name, _, how = case.partition(" ")
-        children: list[int] = []
-        try:
-            seen[case] = play(endpoint, int(server), name, how, children)
-        except Exception:
-            if os.getpid() != player:
-                raise
-            # The other cases are played all the same; the test of this one shows what failed.
-            seen[case] = {"failed": traceback.format_exc()}
-            os.kill(int(server), signal.SIGCONT)
-            for child in children:
-                os.kill(child, signal.SIGKILL)
-        print(case, seen[case], file=sys.stderr)  # noqa: T201
-    print(json.dumps(seen))  # noqa: T201
+    endpoint, run_id, case = sys.argv[1:]
+    lives, nodes = CASES[case]
+    lives(make(endpoint, run_id, nodes))
