@@ -42,10 +42,8 @@ def _head(results: Results) -> str:
     runs = "".join(f" Later, {', '.join(names)}: {facts}." for facts, names in later.items())
     return (
         f"One run, servers on loopback: {_facts(results.machine)}.{runs}"
-        "\n\nA cell has the median of the samples, with the least and the most in brackets. All "
-        "figures, with the numbers of samples, are in `benchmarks.json` beside this page; "
-        "`make bench` measures them again, and `python -m benchmarks --page` writes the page and "
-        "the plots from the stored figures."
+        "\n\nA cell has the median, with the least and the most in brackets. All figures are in "
+        "`benchmarks.json`; [Testing](testing.md#benchmarks) says how to measure them again."
     )
 
 
@@ -77,14 +75,11 @@ def _requests(results: Results) -> list[str]:
 
 def _form(results: Results) -> list[str]:
     text = (
-        "N handlers run in a few processes on one machine. The time runs from the common start "
-        "until the last handler has its rank, world size and MASTER_ADDR. On the stores of this "
-        "package it includes rank 0's TCPStore and the confirmation of every node. It is mostly "
-        "processor time, shared by the cores. Two programs without a rendezvous protocol show the "
-        "speed of the machine (`benchmarks/floors.py`): a bare barrier, and the least program that "
-        "assigns ranks and a MASTER_ADDR, without leases, confirmation or a second round. c10d and "
-        "etcd-v2 are torch's own backends. Seconds. An empty cell was not measured: fewer nodes "
-        "had not finished in time, or the end of this page says why."
+        "Seconds from the common start of N handlers until the last one has its rank, world size "
+        "and MASTER_ADDR: mostly processor time, which the handlers share. Two programs without a "
+        "rendezvous show the speed of the machine: a bare barrier, and the least program that "
+        "assigns ranks, without leases, confirmation or a second round. c10d and etcd-v2 are "
+        "torch's own backends. An empty cell was not measured."
     )
     section = _by_nodes(
         "Rendezvous of N nodes, all joining at once", text, results.of("form", "s"), _seconds
@@ -99,13 +94,15 @@ def _late(results: Results) -> list[str]:
 
 def _shared(results: Results) -> list[str]:
     text = (
-        "What one round costs. `server` is the processor time of the server's processes, `leader` "
-        "that of the leader's thread, `node` that of all processes with handlers, by the number of "
-        "nodes. Redis and Valkey count their bytes; for the other servers a proxy counts them, in "
-        "rounds of their own."
+        "What one round of 64 nodes, and of the most, costs: processor time of the server, of the "
+        "leader's thread, and of all processes with handlers."
     )
+    figures = results.of("form", "node ms")
+    most = {it.subject: max(n.nodes for n in figures if n.subject == it.subject) for it in figures}
     rows = []
-    for it in results.of("form", "node ms"):
+    for it in figures:
+        if it.nodes not in (64, most[it.subject]):
+            continue
         measures = ("bytes a node", "server ms a node", "leader ms", "node ms")
         found = [results.get("form", it.subject, it.nodes, name) for name in measures]
         rows.append([it.subject, str(it.nodes), *(_cell(figure, _three) for figure in found)])
@@ -143,12 +140,11 @@ def _ratios(results: Results) -> list[str]:
 
 def _life(results: Results) -> list[str]:
     text = (
-        "A round runs; the agents ask for changes ten times a second, as torch's do. Seconds until "
-        "all are in the next round: *grow* from the call of one more node, *leave* from a node's "
-        "SIGTERM, the others from the end of the lease of what was killed by SIGKILL, at a random "
-        "moment between two heartbeats. These can be negative: the last heartbeat was sent before "
-        "SIGKILL. *lose a third* kills a third of the "
-        "nodes at once, not the leader. *rounds* is how many rounds formed after that loss."
+        "Seconds until all are in the next round: *grow* from the call of one more node, *leave* "
+        "from a node's SIGTERM, the others from the end of the lease of what was killed by "
+        "SIGKILL. They can be negative, because the last heartbeat was sent before SIGKILL. *lose "
+        "a third* kills a third of the nodes at once, not the leader. *rounds*: how many formed "
+        "after that loss."
     )
     rows = []
     for it in results.of(LIFE[0], "s"):
@@ -161,9 +157,8 @@ def _life(results: Results) -> list[str]:
 
 def _killed(results: Results) -> list[str]:
     text = (
-        "A round runs, with the default options but no last call: so the lease is 15 s, and links "
-        "tell of what is killed by SIGKILL. Seconds from the kill until the last of the others has "
-        "its rank in the next round."
+        "With the default options but no last call: seconds from SIGKILL until the last of the "
+        "others has its rank in the next round."
     )
     rows = []
     for it in results.of("killed", f"{next(iter(KILLED))} s"):
@@ -174,10 +169,9 @@ def _killed(results: Results) -> list[str]:
 
 def _rest(results: Results) -> list[str]:
     text = (
-        "What a node costs the server while its round runs and nothing happens, with the default "
-        "`keep_alive_interval`, the leader's listings included. When this was measured, a "
-        "heartbeat on Redis sent the end of a record only; since then it sends the whole record, "
-        "which takes about 260 bytes a node and second, and no more of the server's time."
+        "What a node costs the server while its round runs, with the default "
+        "`keep_alive_interval`. Since this was measured, a heartbeat on Redis sends the whole "
+        "record: about 260 bytes a node and second."
     )
     rows = _costs_at_rest(results, "rest")
     head = ["store", "N", "bytes a node and second", "server, µs a node and second"]
@@ -194,13 +188,9 @@ def _costs_at_rest(results: Results, scenario: str) -> list[list[str]]:
 
 def _swarm(results: Results) -> list[str]:
     text = (
-        "The nodes of a swarm are the same `Node` on the same store clients, driven in one process "
-        "on one event loop (`benchmarks/swarm.py`), so that a server and a leader are measured "
-        "with more nodes than this machine can run threads for. It leaves out: threads, a "
-        "handler's second connection, the TCPStore of rank 0, the history of runs, torch, agents "
-        "and workers. All nodes share one core: a round of real nodes takes less time; what the "
-        "server and the leader do is the same. The last column is of the seconds right after the "
-        "round, in which the leader tidies up and each record is read whole once more."
+        "The same `Node` on the same store clients, but all in one process on one event loop "
+        "(`benchmarks/swarm.py`), to measure a server and a leader with more nodes than this "
+        "machine can run threads for. The last column is of the seconds right after the round."
     )
     rows = []
     for it in results.of("swarm", "s"):
@@ -220,10 +210,9 @@ def _swarm(results: Results) -> list[str]:
 
 def _first_step(results: Results) -> list[str]:
     text = (
-        "Real torchrun agents with one worker each, all started at once on this machine, until the "
-        "last worker begins, before it imports torch, and until its first step. `quorum` starts "
-        "its members meanwhile, three of them (of two nodes, two), c10d its TCPStore; redis runs "
-        "already. Most of it is the import of torch, by the agents and then by the workers."
+        "Real torchrun agents with one worker each, all started at once, until the last worker "
+        "begins, and until its first step. Most of it is the import of torch, by the agents and "
+        "then by the workers. `quorum` starts its members meanwhile, c10d its TCPStore."
     )
     measures = ("workers began, s", "first step, s")
     rows = [
@@ -248,8 +237,8 @@ def _start_up(results: Results) -> list[str]:
     more, without = figures["ms more"], figures["ms without"]
     return [
         "## Start-up",
-        "torch loads the entry points of all backends whenever its elastic package is imported. "
-        f"`python -X importtime` of that package, without this one: {_cell(without, _three)} ms; "
+        "torch loads the entry points of all backends when its elastic package is imported. That "
+        f"takes, without this package, {_cell(without, _three)} ms; "
         f"more with it, in {more.samples} pairs: {_cell(more, _three)} ms.",
     ]
 

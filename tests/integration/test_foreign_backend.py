@@ -1,4 +1,4 @@
-"""The store of docs/writing-a-backend.md, in a package of its own, exactly as the page shows it."""
+"""The store of docs/writing-a-backend.md, in a package of its own, exactly as the page has it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-PAGE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "writing-a-backend.md"
 
 SHOWN = dict(re.findall(r"(?ms)^`(\S+)`:\n\n```\w+\n(.*?)^```$", PAGE.read_text()))
+SHOWN["mypackage/mystore.py"] = (ROOT / "examples" / "backend" / "mystore.py").read_text()
 
 _folder = TemporaryDirectory(prefix="rdzv-foreign-")
 FOLDER = Path(_folder.name)
