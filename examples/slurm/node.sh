@@ -5,7 +5,8 @@ trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 # Slurm ends the agent too; wait until it has left.
 trap leaving=yes TERM
 
-case $RDZV_ENDPOINT in *://*) backend=redis ;; *) backend=quorum ;; esac
+# A quorum needs two of its three members.
+case $RDZV_ENDPOINT in *://*) backend=redis least=1 ;; *) backend=quorum least=2 ;; esac
 
 # The signal of the time limit would end the agent and its workers: they ignore it.
 (trap '' USR1; trap - TERM; exec rdzv run \
@@ -13,7 +14,7 @@ case $RDZV_ENDPOINT in *://*) backend=redis ;; *) backend=quorum ;; esac
     --rdzv-endpoint="$RDZV_ENDPOINT" \
     --rdzv-id="slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
     --rdzv-conf=last_call_timeout=1 \
-    --nnodes="1:$SLURM_JOB_NUM_NODES" \
+    --nnodes="$least:$SLURM_JOB_NUM_NODES" \
     --nproc-per-node=1 \
     train.py "train-$SLURM_JOB_ID.pt") &
 agent=$!
