@@ -14,6 +14,9 @@ HERE = Path(__file__).resolve().parent
 # `make build` puts the site here in a wheel; in a checkout `make docs` builds it elsewhere.
 _PLACES = HERE / "site", HERE.parents[1] / "build" / "site"
 
+# setup.py puts the pages into each wheel; a checkout has them elsewhere.
+_PAGES = HERE / "pages", HERE.parents[1] / "docs"
+
 
 def docs(
     page: Annotated[
@@ -25,27 +28,39 @@ def docs(
         typer.Option("--print", help="print the page's Markdown; of no page, all names"),
     ] = False,
 ) -> None:
-    """Open the documentation in a browser, or print it."""
+    """Open the documentation in a browser, or print it.
+
+    A wheel without the built site prints the page's Markdown.
+    """
     site = next((place for place in _PLACES if (place / "index.html").exists()), None)
     if site is None:
-        raise ValueError(
-            "this installation has no built pages; in a checkout, make docs builds them"
-        )
-    sources = {
-        path.relative_to(site / "_sources").as_posix().removesuffix(".md.txt"): path
-        for path in sorted((site / "_sources").rglob("*.md.txt"))
-    }
+        pages = next((place for place in _PAGES if place.exists()), None)
+        if pages is None:
+            raise ValueError(
+                "this installation has no built pages; in a checkout, make docs builds them"
+            )
+        sources = _named(pages, ".md")
+    else:
+        sources = _named(site / "_sources", ".md.txt")
     page = _found(page, list(sources))
-    html = site / f"{page}.html"
-    if not as_text:
-        _open(html)
-    elif page == "index":
+    if page == "index" and (as_text or site is None):
         typer.echo("\n".join(name for name in sources if name != page))
+    elif site is None:
+        typer.echo(sources[page].read_text(encoding="utf-8"), nl=False)
+    elif not as_text:
+        _open(site / f"{page}.html")
     else:
         text = sources[page].read_text(encoding="utf-8")
+        address = (site / f"{page}.html").as_uri()
         # The links of a source lead into the site; see docs/conf.py.
         links = re.compile(r"\]\(([^)\s]+)\)")
-        typer.echo(links.sub(lambda it: f"]({urljoin(html.as_uri(), it[1])})", text), nl=False)
+        typer.echo(links.sub(lambda it: f"]({urljoin(address, it[1])})", text), nl=False)
+
+
+def _named(folder: Path, suffix: str) -> dict[str, Path]:
+    """The pages by their names, such as start/redis."""
+    found = sorted(folder.rglob(f"*{suffix}"))
+    return {path.relative_to(folder).as_posix().removesuffix(suffix): path for path in found}
 
 
 def _found(page: str, names: list[str]) -> str:

@@ -218,7 +218,8 @@ def test_the_files_of_the_recipe_are_applied(cluster: Cluster) -> None:
     for pod in made.values():
         assert pod["serviceAccountName"] == "rdzv"
         (container,) = pod["containers"]
-        fields = {it["name"]: it["valueFrom"]["fieldRef"]["fieldPath"] for it in container["env"]}
+        env = [it for it in container["env"] if "valueFrom" in it]
+        fields = {it["name"]: it["valueFrom"]["fieldRef"]["fieldPath"] for it in env}
         assert fields["POD_NAME"] == "metadata.name"
     wanted = {("configmaps", it) for it in VERBS} | {("pods", "get"), ("jobs", "get")}
     assert until(lambda: rights(cluster, space) == wanted, PATIENCE)

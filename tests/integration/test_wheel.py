@@ -58,11 +58,10 @@ print("checked")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy: a build leaves traces in its tree."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    shutil.copytree(
-        ROOT / "rdzv_plugins", tree / "rdzv_plugins", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    for name in ("rdzv_plugins", "docs"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     out = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(tree))
     (built,) = out.glob("rdzv_plugins-*-py3-none-any.whl")
@@ -85,6 +84,8 @@ def test_it_ships_every_module_its_types_and_its_licence(wheel: Path) -> None:
     assert "rdzv_plugins/py.typed" in shipped
     page = {f"rdzv_plugins/dashboard/{name}" for name in PAGE}
     assert page <= shipped
+    docs = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert {f"rdzv_plugins/cli/pages/{name}" for name in docs} <= shipped
     assert any(name.endswith("/LICENSE") for name in shipped)
     strangers = {name for name in shipped if not name.startswith("rdzv_plugins")}
     assert not strangers

@@ -79,6 +79,8 @@ def python_in_the_pages() -> Iterator[tuple[str, str]]:
     for page in pages:
         for code in re.findall(r"^ *```python[^\n]*\n(.*?)^ *```$", page.read_text(), re.M | re.S):
             yield page.name, textwrap.dedent(code)
+    # Of writing-a-backend.md, which links it.
+    yield "mystore.py", (ROOT / "examples" / "backend" / "mystore.py").read_text()
 
 
 def test_the_code_in_the_pages_imports_only_what_is_public() -> None:
@@ -125,6 +127,7 @@ def test_who_has_the_wheel_can_open_the_pages_that_the_product_names() -> None:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(docs, "_PLACES", (tmp_path / "elsewhere", tmp_path))
+    monkeypatch.setattr(docs, "_PAGES", (tmp_path / "pages",))
     return tmp_path
 
 
@@ -141,6 +144,15 @@ def built(site: Path) -> Path:
 def test_without_a_site_it_says_how_to_build_one(site: Path) -> None:
     with pytest.raises(ValueError, match="make docs"):
         docs.docs()
+
+
+def test_without_a_site_it_prints_the_pages(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (site / "pages" / "start").mkdir(parents=True)
+    for page in ("index", "start/redis"):
+        (site / "pages" / f"{page}.md").write_text(f"# {page}\n")
+    docs.docs()
+    docs.docs("redis")
+    assert capsys.readouterr().out == "start/redis\n# start/redis\n"
 
 
 def test_a_misspelt_page_is_answered_with_the_nearest(built: Path) -> None:
