@@ -468,40 +468,51 @@ class _Aside:
 
 
 def perform(client: KeyValueClient, archive: Archive, request: effects.Effect[Any]) -> Any:
-    """Carry out an effect on the store."""
-    match request:
-        case effects.Park(key, version, seconds):
-            return client.wait(key, version, seconds)
-        case effects.PutRecord(node, record, ring):
-            values = {NODES_PREFIX + node: record.encode()}
-            if ring:
-                values[BELL_KEY] = f"{node} {record.beat}".encode()
-            return client.put_many(values)
-        case effects.PutShards(values):
-            return client.put_many(values)
-        case effects.Ring(node):
-            return client.put(BELL_KEY, f"{node} {time.monotonic_ns()}".encode())
-        case effects.Read(key):
-            return client.get(key)
-        case effects.CompareAndSet(key, value, expected):
-            return client.compare_and_set(key, value, expected)
-        case effects.List(prefix):
-            return client.list(prefix)
-        case effects.Drop(keys):
-            return client.delete_many(keys)
-        case effects.DropStores(incarnation, before):
-            return client.delete_many(_stores(client, incarnation, before))
-        case effects.Expire(seconds):
-            return client.expire(seconds)
-        case effects.PutTombstone(document):
-            return archive.put_tombstone(document)
-        case effects.ReadExclusions():
-            return archive.exclusions(time.time())
-        case effects.ReadTombstone(incarnation):
-            return archive.tombstone(incarnation)
-        case effects.RecordHistory(record) | effects.Register(record):
-            return archive.note(record)
-    raise TypeError(f"{request!r} is not for a store")
+    """Carry out an effect on the store; raises `KeyError` for any other effect."""
+    return _ON_A_STORE[type(request)](client, archive, request)
+
+
+def _put_record(client: KeyValueClient, archive: Archive, it: effects.PutRecord) -> None:
+    values = {NODES_PREFIX + it.node: it.record.encode()}
+    if it.ring:
+        values[BELL_KEY] = f"{it.node} {it.record.beat}".encode()
+    client.put_many(values)
+
+
+def _drop_stores(client: KeyValueClient, archive: Archive, it: effects.DropStores) -> None:
+    """Delete all c10d stores but those of this incarnation's rounds from ``before`` on."""
+    keys = []
+    for key in client.list(STORE_PREFIX):
+        run, _, rest = key.removeprefix(STORE_PREFIX).partition("/")
+        number = rest.partition("/")[0]
+        # No round has a number of 19 digits.
+        is_past = number.isdecimal() and len(number) < 19 and int(number) < it.before
+        if run != it.incarnation or is_past:
+            keys.append(key)
+    client.delete_many(keys)
+
+
+_ON_A_STORE: dict[type, Callable[[KeyValueClient, Archive, Any], Any]] = {
+    effects.Park: lambda client, _, it: client.wait(it.key, it.version, it.seconds),
+    effects.PutRecord: _put_record,
+    effects.PutShards: lambda client, _, it: client.put_many(it.values),
+    effects.Ring: lambda client, _, it: client.put(
+        BELL_KEY, f"{it.node} {time.monotonic_ns()}".encode()
+    ),
+    effects.Read: lambda client, _, it: client.get(it.key),
+    effects.CompareAndSet: lambda client, _, it: client.compare_and_set(
+        it.key, it.value, it.expected
+    ),
+    effects.List: lambda client, _, it: client.list(it.prefix),
+    effects.Drop: lambda client, _, it: client.delete_many(it.keys),
+    effects.DropStores: _drop_stores,
+    effects.Expire: lambda client, _, it: client.expire(it.seconds),
+    effects.PutTombstone: lambda _, archive, it: archive.put_tombstone(it.document),
+    effects.ReadExclusions: lambda _, archive, it: archive.exclusions(time.time()),
+    effects.ReadTombstone: lambda _, archive, it: archive.tombstone(it.incarnation),
+    effects.RecordHistory: lambda _, archive, it: archive.note(it.record),
+    effects.Register: lambda _, archive, it: archive.note(it.record),
+}
 
 
 def carry_out(
@@ -583,16 +594,3 @@ def _empty(queue: SimpleQueue[Any]) -> None:
     with suppress(Empty):
         while True:
             queue.get_nowait()
-
-
-def _stores(client: KeyValueClient, incarnation: str, before: int) -> list[str]:
-    """The keys of all c10d stores, without this incarnation's rounds from ``before`` on."""
-    keys = []
-    for key in client.list(STORE_PREFIX):
-        run, _, rest = key.removeprefix(STORE_PREFIX).partition("/")
-        number = rest.partition("/")[0]
-        # No round has a number of 19 digits.
-        is_past = number.isdecimal() and len(number) < 19 and int(number) < before
-        if run != incarnation or is_past:
-            keys.append(key)
-    return keys

@@ -76,45 +76,62 @@ def close_run(
                 return True
             # A waiting node needs the end, and not the names of thousands of nodes.
             document, _ = apart(latest, INLINE)
-        if document is not None and not document.is_whole:
-            document = yield from with_rank(document, node_id, known_ranks(latest))
         if document is None or (latest is not None and not document.is_of(latest)):
             return False
-        by_hand = document.closed and document.outcome is Outcome.CLOSED
-        if by_hand and outcome is Outcome.FAILED and document.names(node_id):
-            # The nodes that still train would wait for this node's workers for ever.
-            failed = replace(document, outcome=outcome, cause=Cause(note=why))
-            expected = entry.version if entry else None
-            entry, written = yield from CompareAndSet(STATE_KEY, failed.encode(), expected)
-            if written:
-                return True
-            conflicts += 1
-            yield from after_conflict(conflicts)
-            continue
-        if document.closed:
-            if document.cause.note != why and not told:
-                yield from Tell("closed", f"the run is closed: {document.reason}")
-            if not document.expires and entry is not None and document.cause.note == why:
-                # Only the node that closed the run does the rest: thousands come here at once when
-                # a job ends.
-                yield from let_expire(document, entry.version, sweep_after)
-            return True
-        if not may_close(document):
-            return False
-        closed = replace(document, phase=Phase.CLOSED, outcome=outcome, cause=Cause(note=why))
-        closed = replace(closed, since=0)  # The archive has the time of the end.
+        if not document.is_whole:
+            document = yield from with_rank(document, node_id, known_ranks(latest))
+        closed = _closed(document, node_id, outcome, why, may_close)
+        if closed is None:
+            yield from _leave_closed(document, entry, why, sweep_after, told)
+            return document.closed
         expected = entry.version if entry else None
         entry, written = yield from CompareAndSet(STATE_KEY, closed.encode(), expected)
-        if written and entry is not None:
+        if written:
             break
         conflicts += 1
         yield from after_conflict(conflicts)
-    yield from Tell("closed", f"the run is closed: {why}")
-    # Joining nodes wait for the document; the leader waits for its bell.
-    yield from Ring(node_id)
-    yield from RecordHistory(record_of(closed, {}, kept=sweep_after))
-    yield from let_expire(closed, entry.version, sweep_after)
+    if not document.closed:
+        yield from Tell("closed", f"the run is closed: {why}")
+        # Joining nodes wait for the document; the leader waits for its bell.
+        yield from Ring(node_id)
+        yield from RecordHistory(record_of(closed, {}, kept=sweep_after))
+        yield from let_expire(closed, entry and entry.version, sweep_after)
     return True
+
+
+def _closed(
+    document: RoundDocument,
+    node_id: str,
+    outcome: Outcome,
+    why: str,
+    may_close: Callable[[RoundDocument], bool],
+) -> RoundDocument | None:
+    """The document that closes the run; None: the run is closed already, or must not be closed."""
+    if document.closed:
+        if (document.outcome, outcome) != (Outcome.CLOSED, Outcome.FAILED):
+            return None
+        # The nodes that still train would wait for this node's workers for ever.
+        failed = replace(document, outcome=outcome, cause=Cause(note=why))
+        return failed if document.names(node_id) else None
+    if not may_close(document):
+        return None
+    # since=0, because the archive has the time of the end.
+    return replace(document, phase=Phase.CLOSED, outcome=outcome, cause=Cause(note=why), since=0)
+
+
+def _leave_closed(
+    document: RoundDocument, entry: Entry | None, why: str, sweep_after: float, told: bool
+) -> Effects[None]:
+    """Finish what this node has begun with a run that is closed."""
+    if not document.closed:
+        return
+    mine = document.cause.note == why
+    if not mine and not told:
+        yield from Tell("closed", f"the run is closed: {document.reason}")
+    if mine and not document.expires and entry is not None:
+        # Only the node that closed the run does the rest: thousands come here at once when a job
+        # ends.
+        yield from let_expire(document, entry.version, sweep_after)
 
 
 def _readable(entry: Entry | None, latest: RoundDocument | None) -> RoundDocument | None:
