@@ -114,15 +114,17 @@ def goes_on_without(
 ) -> bool:
     """Whether the other nodes of a run are enough for a round, without ``newcomers``.
 
-    ``records`` None: there are many, and participants are counted instead.
+    ``records`` None: there are many, and participants are counted instead: each node that is gone
+    may break a segment.
     """
+    sizes = Sizes.of(rules)
     if document.closed:
         return False
     if records is None:
         shards = document.roster or document.previous_roster
         size = shards.size if shards is not None else document.size
         lost = document.cause.lost.count if document.phase is Phase.FORMING else len(document.lost)
-        return size - lost - max(1, newcomers.count) >= rules.min_nodes
+        return size - sizes.segment * (lost + max(1, newcomers.count)) >= sizes.least
     out = {me, *document.lost, *keeps_out(document, records, wall)}
     others = [
         node
@@ -136,7 +138,7 @@ def goes_on_without(
     ]
     # Leave out as many as there are newcomers without known names.
     others = others[newcomers.more :]
-    return world_size(others, records, Sizes.of(rules)) > 0
+    return world_size(others, records, sizes) > 0
 
 
 def lost_one(last: RoundDocument, latest: RoundDocument) -> bool:

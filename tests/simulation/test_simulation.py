@@ -149,6 +149,7 @@ FOUND = (
     (380011693, Focus(), "who failed closed a run whose leader's record had just been set back"),
     (360007216, Focus(), "the checker judged a node that left a run which another had closed"),
     (7202175, Focus(), "who failed closed a run that was founded since the store had lost its own"),
+    (770346, Focus(), "a node left a large run that broke its segment, though nobody replaced it"),
 )
 
 

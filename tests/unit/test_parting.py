@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from rdzv_plugins.protocol.documents import (
     Cause,
     Names,
@@ -15,6 +13,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.parting import all_live, goes_on_without, lost_one
 from rdzv_plugins.protocol.rules import Rules
+from tests import replace
 
 RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=1.0)
 
@@ -64,6 +63,12 @@ class TestLostNodes:
         many = Shards(digest="d", size=3, shards=1)
         assert goes_on(replace(FORMS, previous=(), previous_roster=many), None)
         assert not goes_on(replace(LOST_A, previous=(), previous_roster=many), None)
+
+    def test_a_counted_node_may_break_a_segment(self) -> None:
+        for size, enough in ((4, False), (6, True)):
+            many = replace(LAST, participants=(), roster=Shards(digest="d", size=size, shards=1))
+            rules = replace(RULES, min_nodes=4, max_nodes=6, segment=2)
+            assert goes_on_without("c", many, None, rules, 0.0, NEW) is enough
 
     def test_one_lost_before_the_round_that_runs_is_no_loss_of_that(self) -> None:
         assert not lost_one(LAST, replace(LAST, cause=Cause(lost=Names(("10.0.0.9[9]",)))))
