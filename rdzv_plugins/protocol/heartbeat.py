@@ -93,7 +93,7 @@ class Heartbeat:
             self._seen.read_again(leader=True, records=True)
 
     def _write(self, last_call: tuple[int, int] | None) -> Effects[None]:
-        slow = int(1000 * max(*self._took, self._seen.overslept))
+        slow = int(1000 * max(*self._took, self._seen.delays.overslept))
         self.amend(
             beat=self.record.beat + 1,
             looks=self._seen.looks,

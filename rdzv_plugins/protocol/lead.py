@@ -67,10 +67,10 @@ class Lead:
 
     def last_call(self) -> tuple[int, int] | None:
         """As `NodeRecord.last_call`."""
-        document, enough_for = self._seen.document, self._seen.enough_for
-        if document is None or document.phase is not Phase.FORMING or enough_for is None:
+        document, began = self._seen.document, self._seen.since.enough
+        if document is None or document.phase is not Phase.FORMING or began is None:
             return None
-        left = last_call(self._rules, document) - enough_for
+        left = began + last_call(self._rules, document) - self._clock()
         if document.leader != self._id or left < _SHORTEST_CALL:
             return None
         return document.round, int(self._wall() + left)
@@ -119,7 +119,7 @@ class Lead:
             return False
         (released, before, took), self._untidy = self._untidy, None
         records = self._seen.records or {}
-        outdated = self._seen.take_outdated()
+        outdated = self._seen.shards.take_outdated()
         gone = lost_by_accusation(released, records)
 
         def is_lost(node: str) -> bool:

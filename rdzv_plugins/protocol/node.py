@@ -299,7 +299,7 @@ class Node:
 
     def note_retry(self) -> None:
         """Note that the store's client repeats a request, even one that waits; from any thread."""
-        self._seen.repeats()
+        self._seen.outages.repeats()
         self._contact.fails = True
 
     # For the thread that drives.
@@ -389,7 +389,7 @@ class Node:
                 # It is unknown when the store went away during a wait.
                 seen.paused(min(request.seconds, self._clock() - asked))
                 if self._clock() - asked > request.seconds:
-                    seen.woke_late(self._clock() - asked - request.seconds)
+                    seen.delays.overslept = self._clock() - asked - request.seconds
             if type(request) not in LOCAL:
                 self._note(request, error, asked)
 
@@ -464,8 +464,8 @@ class Node:
             self._take_orders()  # Again, so that the next beat is up to date.
             yield from self._heartbeat.keep_alive(self._lead.last_call)
         yield from seen.observe()
-        while seen.unbelieved:
-            yield from Tell("unreadable", f"it counts as absent: {seen.unbelieved.pop(0)}")
+        for line in seen.unbelieved.take():
+            yield from Tell("unreadable", f"it counts as absent: {line}")
 
     def _tell_what_it_asked_for(self) -> Effects[None]:
         """Log it when this node has time: a line takes as long as a request to the store."""
@@ -569,10 +569,10 @@ class Node:
             watched=seen.liveness.watched,
             confirmed_idleness=seen.progress.confirmed_silence(leader),
             possible_idleness=seen.progress.possible_silence(leader, now),
-            lag=seen.lag,
+            lag=seen.delays.lag,
             cannot_list=seen.cannot_list,
             abdicated=self._lead.abdicated,
-            enough_for=seen.enough_for,
+            enough_for=None if seen.since.enough is None else now - seen.since.enough,
             share=self._share,
             fresh=self._fresh,
             wall=self._wall(),
@@ -581,8 +581,8 @@ class Node:
             opening_for=self._master.opening_for(document),
             unheard=self._contact.unheard,
             until_first_lease=seen.until_first_lease(now),
-            unanswered=seen.unanswered,
-            latency=max(seen.latency, seen.overslept),
+            unanswered=seen.answers.awaited,
+            latency=seen.delays.latency,
         )
 
     def _act(self, action: rules.Action) -> Effects[None]:
@@ -632,7 +632,7 @@ class Node:
             case rules.AskTombstone(incarnation):
                 yield from self._ask_tombstone(incarnation)
             case rules.Wait(seconds, enough):
-                if self._seen.note_enough(enough):
+                if self._seen.since.note_enough(enough, self._clock()):
                     return  # Decide again: the last call may take no time.
                 self._master.give_up()
                 yield from self._wait(seconds)
@@ -756,20 +756,21 @@ class Node:
             yield from let_expire(document, self._seen.token, self._rules.sweep_after)
 
     def _write(self, document: RoundDocument) -> Effects[bool]:
-        seen, join = self._seen, self._join
+        seen, join, now = self._seen, self._join, self._clock()
         gathered = Durations(
-            gathering=self._clock() - seen.since.round, last_call=seen.enough_for or 0.0
+            gathering=now - seen.since.round,
+            last_call=now - seen.since.enough if seen.since.enough is not None else 0.0,
         )
         if document.run != self._rules.run:
             document = replace(document, run=self._rules.run)
         document = document.edited
         stored, shards = apart(document, self._rules.inline)
-        outages = seen.outages
+        outages = seen.outages.count
         for digest, values in shards.items():
-            if digest not in seen.stored:
+            if digest not in seen.shards.stored:
                 # Readers of the document must find them.
                 yield from PutShards(values)
-        if seen.outages != outages:
+        if seen.outages.count != outages:
             return False  # Decide again: nobody is lost by what was seen before an outage.
         latest = seen.latest
         if latest is None or not document.is_of(latest) or document.place > latest.place:
@@ -842,7 +843,7 @@ class Node:
         damaged = isinstance(error, CorruptDocumentError) and not sealed
         if damaged and self._has_asked_for_a_lease:
             # Live nodes of the run would have written the document again.
-            self._seen.mend()
+            self._seen.unbelieved.is_overwritten = True
         elif self._join.waits and not self._orders.withdraw and self._is_hopeless(error):
             self._join.waits = False
             self._heartbeat.amend(status=Status.LEFT)

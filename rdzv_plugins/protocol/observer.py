@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 
 from msgspec.structs import replace
 
 from rdzv_plugins.kv import Entry, RendezvousStateError, Version
 from rdzv_plugins.kv.gate import plain
+from rdzv_plugins.protocol.answers import Answers
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -21,9 +21,10 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.effects import Effects, List, PutShards, Read, Rest
 from rdzv_plugins.protocol.failure_detector import FailureDetector
+from rdzv_plugins.protocol.outages import Delays, Outages
 from rdzv_plugins.protocol.own_rank import OwnRank
-from rdzv_plugins.protocol.record_cache import RecordCache
-from rdzv_plugins.protocol.roster import MISSING, apart, complete, prefixes, shards_of
+from rdzv_plugins.protocol.record_cache import RecordCache, Unbelieved
+from rdzv_plugins.protocol.roster import MISSING, ShardKeys, apart, complete, prefixes, shards_of
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.protocol.since import Since
 
@@ -32,14 +33,14 @@ from rdzv_plugins.protocol.since import Since
 _REST_PER_RECORD = 20e-6
 _SHORTEST_REST = 0.5e-3
 
-# The log names at most this many nodes whose records are not believed.
-_UNBELIEVED_KEPT = 16
 # Milliseconds by which wall clocks may differ: two runs of an id that began within this time have
 # no known order.
 _CLOCKS_APART = 600_000
-_OUTDATED_KEPT = 16
-# After an outage other nodes may reconnect up to 1 s later than this one (one retry pause).
-_BACK_WITHIN = 1.0
+
+_PUT_BACK = (
+    "the round document is an earlier one: somebody has put it back, or the store has lost the "
+    "last one"
+)
 
 
 class Observer:
@@ -55,19 +56,15 @@ class Observer:
         document: as last read; with all its nodes after a listing, before that with its own rank.
         arriving: a document that was read, while this node still reads its own rank in it.
         token: the version of the document's key as last read.
-        stored: the keys of the shards of that document, by digest.
+        shards: the keys of the shards of that document.
         since: since when each part of the document has been as it is.
         liveness: since when each node's beat has stood still.
         progress: since when the leader's count of listings has stood still.
         looks: as `NodeRecord.looks`.
         is_to_write: this node has decided to write the document, and has not done so yet.
         listed_since: when this node last listed all records, or began to have to.
-        outages: how often all windows began again because the store was away.
         document_is_fresh: the document was read or written since this node last paused.
-        accused: since when each accused node of the document has not beaten.
-        latency: seconds that the last listing took.
-        overslept: seconds by which the last pause was too long.
-        unbelieved: lines for the log on values that were read and count as absent.
+        unbelieved: values that were read and count as absent.
     """
 
     def __init__(self, node_id: str, rules: Rules, clock: Callable[[], float]) -> None:
@@ -77,7 +74,7 @@ class Observer:
         self.document: RoundDocument | None = None
         self.arriving: RoundDocument | None = None
         self.token: Version | None = None
-        self.stored: Mapping[str, list[str]] = {}
+        self.shards = ShardKeys()
         self.since = Since(clock())
         self.latest: RoundDocument | None = None
         self.leader: NodeRecord | None = None
@@ -87,46 +84,24 @@ class Observer:
         self.looks = 0
         self.is_to_write = False
         self.listed_since = clock()
-        self.outages = 0
+        self.outages = Outages(rules, clock)
+        self.delays = Delays(rules.interval)
+        self.answers = Answers()
         self.document_is_fresh = False
         self.confirmed: RoundDocument | None = None
-        self.accused = FailureDetector()
-        self.latency = self.overslept = 0.0
-        # The beat with which each node is accused.
-        self._accused_at: dict[str, int] = {}
-        self.unbelieved: list[str] = []
+        self.unbelieved = Unbelieved()
         # The readings that are due before the next decision.
-        self._document_due = True
-        self._leader_due = False
-        self._records_due = True
+        self._due = {"document", "records"}
         # Whether this node lists all records although it does not lead.
         self._lists = False
         self._leader_is: str | None = None  # The id of the node of `leader`.
         self._listing = RecordCache(rules.lease)
         self._own_rank = OwnRank(node_id, rules.inline)
-        # The keys of shards of earlier documents, by digest.
-        self._outdated: dict[str, list[str]] = {}
-        # Whether this newcomer has waited long enough to overwrite an unreadable document.
-        self._mends = False
-        # By node, why its record is not believed; the key "" is for the document.
-        self._unbelieved: dict[str, str] = {}
         self._listed_at = float("-inf")
-        self._shortest_lease = rules.lease
         # The lost leader whose place this node took, until all records have been listed.
         self._outlived: str | None = None
-        # How late this node's last two beats were.
-        self._late = (0.0, 0.0)
         # When an incarnation was found to have no tombstone; emptied by a later document.
         self._asked_tombstones: dict[str, float] = {}
-        self._enough_since: float | None = None
-        # When the store last came back from an outage.
-        self._back = -math.inf
-        # When the store last answered, and for how long the node has paused on purpose since then.
-        self._answered: float | None = None
-        self._paused = 0.0
-        self._in_trouble = False
-        # The store's client repeats a request, perhaps one that waits.
-        self._repeated = False
 
     @property
     def closed(self) -> bool:
@@ -139,29 +114,9 @@ class Observer:
             return False
         return self._clock() - self.listed_since >= self._rules.lease
 
-    @property
-    def enough_for(self) -> float | None:
-        return None if self._enough_since is None else self._clock() - self._enough_since
-
-    def note_enough(self, enough: bool) -> bool:
-        """Note whether enough nodes are ready; returns whether the last call begins now."""
-        begins = enough and self._enough_since is None
-        if begins:
-            self._enough_since = self._clock()
-        elif not enough:
-            self._enough_since = None
-        return begins
-
-    @property
-    def lag(self) -> float:
-        """How late this node's last two beats were: the store or the load then slows other nodes
-        down too.
-        """
-        return max(0.0, max(self._late) - self._rules.interval / 2)
-
     def beat_was_late(self, seconds: float) -> None:
         """Note how late this node's beat was written; an outage is no lateness."""
-        self._late = self._late[1], min(seconds, self._clock() - self._back)
+        self.delays.beat_was_late(min(seconds, self._clock() - self.outages.over_at))
 
     def doubt(self, nodes: Iterable[str]) -> None:
         """As `FailureDetector.doubt`."""
@@ -171,13 +126,13 @@ class Observer:
         self, *, document: bool = False, leader: bool = False, records: bool = False
     ) -> None:
         """Read these before the next decision."""
-        self._document_due = self._document_due or document
-        self._leader_due = self._leader_due or leader
-        self._records_due = self._records_due or records
+        asked = {"document": document, "leader": leader, "records": records}
+        self._due.update(what for what, due in asked.items() if due)
 
     def list_records(self) -> None:
         """List all records, as a leader does, until the lead changes."""
-        self._lists = self._records_due = True
+        self._lists = True
+        self._due.add("records")
 
     def confirm(self, document: RoundDocument) -> None:
         """Note that this node confirms its rank in this round."""
@@ -191,7 +146,7 @@ class Observer:
         self,
         entry: Entry | None,
         known: RoundDocument | None = None,
-        stored: Mapping[str, list[str]] | None = None,
+        stored: dict[str, list[str]] | None = None,
     ) -> Effects[None]:
         """Take the entry of the document's key as the document.
 
@@ -209,26 +164,17 @@ class Observer:
                 self.arriving = document
                 document = yield from self._own_rank.read(document)
             self.arriving = None
-            self._outdated |= self.stored
-            while len(self._outdated) > _OUTDATED_KEPT:
-                del self._outdated[next(iter(self._outdated))]
             was, self.document, self.token = self.document, document, token
-            self.stored = shards_of(document) if stored is None else stored
+            self.shards.replace(shards_of(document) if stored is None else stored)
             self.since.note(was, document, self._clock())
             if document is not None:
                 self._compare(was, document)
         self.document_is_fresh = True
-        self._document_due = False
+        self._due.discard("document")
 
     def ring(self, document: RoundDocument) -> tuple[str, ...]:
         """As `OwnRank.ring`."""
         return self._own_rank.ring(document)
-
-    def take_outdated(self) -> list[str]:
-        """The keys of shards that only earlier documents name; each key is returned once."""
-        found = [keys for digest, keys in self._outdated.items() if digest not in self.stored]
-        self._outdated.clear()
-        return [key for keys in found for key in keys]
 
     @property
     def misses_its_rank(self) -> bool:
@@ -252,23 +198,10 @@ class Observer:
             # Only the leader writes in the leader's name, so the write is a sign of life.
             self.liveness.heard(document.leader, self._clock())
             self.progress.heard(document.leader, self._clock())
-        if was is None or was.place != document.place:
-            self._enough_since = None
-        if document.accused or self._accused_at:
-            self._note_the_accused(document)
+        self.answers.ask(document.accused, self._clock())
         if self._is_later(document):
             self.latest = document
             self._asked_tombstones.clear()
-
-    def _note_the_accused(self, document: RoundDocument) -> None:
-        """Note since when each node is accused: an earlier heartbeat is no answer."""
-        now, beats = self._clock(), {it.node: it.beat for it in document.accused}
-        same = {node for node, beat in beats.items() if self._accused_at.get(node) == beat}
-        self.accused.keep(same)
-        for node, beat in beats.items():
-            if node not in same:
-                self.accused.observe(node, beat, now, now)
-        self._accused_at = beats
 
     def _decode(self, entry: Entry | None) -> RoundDocument | None:
         """None for an unbelieved document, as if the store had forgotten it: live nodes write it
@@ -285,35 +218,18 @@ class Observer:
                 )
         except RendezvousStateError as error:
             damaged = isinstance(error, CorruptDocumentError)
-            mends = self._mends and damaged and not isinstance(error, SealedRunError)
-            if self.latest is None and not mends:
+            damaged = damaged and not isinstance(error, SealedRunError)
+            if self.latest is None and not (damaged and self.unbelieved.is_overwritten):
                 raise
-            self._note_unbelieved({"": str(error)})
+            self.unbelieved.note({"": str(error)})
             return None
         latest = self.latest
         if self._rules.sealed and latest is not None and not latest.closed:
             older = 0 < document.edition < latest.edition - _CLOCKS_APART
             if document.is_before(latest) if document.is_of(latest) else older:
-                self._note_unbelieved(
-                    {
-                        "": "the round document is an earlier one: somebody has put it back, or "
-                        "the store has lost the last one"
-                    }
-                )
+                self.unbelieved.note({"": _PUT_BACK})
                 return None
         return document
-
-    def mend(self) -> None:
-        """From now on overwrite an unreadable document: no live node has written it again."""
-        self._mends = True
-
-    def _note_unbelieved(self, unbelieved: Mapping[str, str]) -> None:
-        """Note a line for the log, once for each node and for at most _UNBELIEVED_KEPT nodes."""
-        for node, why in unbelieved.items():
-            if node not in self._unbelieved and len(self._unbelieved) < _UNBELIEVED_KEPT:
-                self._unbelieved[node] = why
-                whose = f"; it is that of '{plain(node, 40)}'" if node else ""
-                self.unbelieved.append(why + whose)
 
     def _begin_windows(self, was: RoundDocument | None, document: RoundDocument) -> None:
         """Begin every window now: another node leads. A deposed leader's window stays as proof."""
@@ -323,8 +239,9 @@ class Observer:
         self.records = None
         if self._leader_is != document.leader:
             self.leader = None
-        self._enough_since = None
-        self._records_due, self._lists = True, False
+        self.since.enough = None
+        self._due.add("records")
+        self._lists = False
         now = self._clock()
         self.liveness.restart(now, unless=deposed)
         self.progress = FailureDetector()
@@ -367,16 +284,15 @@ class Observer:
         asked = self._clock()
         entry = yield from Read(NODES_PREFIX + node)
         record = self._listing.read(node, entry)
-        self._note_unbelieved(self._listing.unbelieved)
+        self.unbelieved.note(self._listing.unbelieved)
         if record is not None:
             self.liveness.observe(node, record.beat, asked, self._clock())
-            if node in self._accused_at:
-                self.accused.observe(node, record.beat, asked, self._clock())
+            self.answers.observe({node: record}, asked, self._clock())
         return entry, record
 
     def observe(self) -> Effects[None]:
         """Read what is due: the document, then all records as the leader, or else the leader's."""
-        if self._document_due:
+        if "document" in self._due:
             yield from self.read_document()
         if self.misses_its_rank and self.document is not None:
             self._improve((yield from self._own_rank.read(self.document)))
@@ -384,15 +300,15 @@ class Observer:
         if document is None or document.closed or self.cannot_list:
             return
         if document.leader == self._me or self._lists:
-            if self._records_due:
+            if "records" in self._due:
                 yield from self._list()
         elif document.leader is not None:
             self.records = None
-            if self._leader_due:
+            if "leader" in self._due:
                 yield from self._look_at_the_leader(document.leader)
 
     def _look_at_the_leader(self, leader: str) -> Effects[None]:
-        self._leader_due = False
+        self._due.discard("leader")
         asked = self._clock()
         _, record = yield from self.read_record(leader)
         self._leader_is = leader
@@ -403,7 +319,7 @@ class Observer:
             self.liveness.observe(leader, None, asked, self._clock())
         self.progress.observe(leader, record.looks if record else None, asked, self._clock())
         # A store that lost the leader's record may have lost the document too.
-        self._document_due = record is None
+        self.read_again(document=record is None)
 
     def _list(self) -> Effects[None]:
         rest = self._listed_at + _REST_PER_RECORD * len(self._listing) - self._clock()
@@ -415,9 +331,7 @@ class Observer:
         entries = yield from List(NODES_PREFIX)
         now = self._clock()
         records = self.records = self._listing.decode(entries)
-        self._note_unbelieved(self._listing.unbelieved)
-        # A node without a record has the lease of this node's settings.
-        self._shortest_lease = min([self._rules.lease, *(it.lease for it in records.values())])
+        self.unbelieved.note(self._listing.unbelieved)
         if not document.is_whole:
             document = yield from self._complete(document, records, asked)
         named = {*document.participants, *document.previous}
@@ -429,17 +343,15 @@ class Observer:
         for node in watched:
             record = records.get(node)
             self.liveness.observe(node, record.beat if record else None, asked, now)
-        for node in self._accused_at:
-            if node in records:
-                self.accused.observe(node, records[node].beat, asked, now)
-        self.latency = now - asked
+        self.answers.observe(records, asked, now)
+        self.delays.listing = now - asked
         if self._outlived is not None:
             # If this node is slow itself, the deposed leader may be just as slow: doubt it too.
-            self.doubt(watched - (set() if self.lag else {self._outlived}))
+            self.doubt(watched - (set() if self.delays.lag else {self._outlived}))
             self._outlived = None
         self._listed_at = self.listed_since = now
         self.looks += not self.is_to_write
-        self._records_due = False
+        self._due.discard("records")
 
     def _complete(
         self, document: RoundDocument, records: Mapping[str, NodeRecord], asked: float
@@ -454,34 +366,20 @@ class Observer:
                 if not stored.keys() >= shards.keys():
                     # The store has lost them. Participants and successors look for their ranks.
                     yield from PutShards(shards)
-                    self.stored = {**self.stored, digest: [*shards]}
+                    self.shards.stored[digest] = [*shards]
         # Watch a missing roster like a node, so that outages and lags excuse it too.
         self.liveness.observe(MISSING, None, asked, self._clock())
         self._improve(document)
         return document
 
-    @property
-    def unanswered(self) -> dict[str, float]:
-        accused = [it for it in self._accused_at if not self.accused.moved(it)]
-        return {node: self.accused.confirmed_silence(node) for node in accused}
-
-    def woke_late(self, seconds: float) -> None:
-        """Note by how much a pause was too long: a busy host delays the other nodes too."""
-        self.overslept = seconds
-
     def paused(self, seconds: float) -> None:
         """Note that the node paused on purpose; the document may have changed in the meantime."""
         self.document_is_fresh = False
-        if not self._in_trouble:
-            self._paused += seconds
-
-    def repeats(self) -> None:
-        """Note that the store's client repeats a request; called from any thread."""
-        self._repeated = True
+        self.outages.paused(seconds)
 
     def failed(self) -> None:
         """Note that a request failed: read everything again."""
-        self._in_trouble = True
+        self.outages.fails()
         self.read_again(document=True, leader=True, records=True)
 
     def answered(self) -> None:
@@ -490,38 +388,28 @@ class Observer:
         Silence during an outage proves nothing, because other nodes cannot beat then either. A
         short outage is taken out of each window. After one longer than `Rules.outage` all windows
         begin again, and each node has a lease to beat again, because some nodes reconnect later
-        than others. The cause makes no difference: requests failed, the store's client repeated
-        one, or this process stood still. An accused node has little time, so its window begins
-        again after each of these.
+        than others. An accused node has little time, so its window begins again after any trouble.
         """
-        now, trouble, repeated = self._clock(), self._in_trouble, self._repeated
-        away = now - self._answered - self._paused if self._answered is not None else 0.0
-        self._answered, self._paused = now, 0.0
-        self._in_trouble = self._repeated = False
-        outage = away > self._rules.outage
-        if outage:
-            self._reset_windows(now)
-        elif trouble:
-            self.liveness.discount(away, now)
-            self.progress.discount(away, now)
-        if outage or trouble or repeated:
-            self._back = now
-            self.accused.restart(now, _BACK_WITHIN)
-
-    def _reset_windows(self, now: float) -> None:
-        """Begin all windows now, and read no more than usual: a slow store gets no extra work."""
-        self.outages += 1
-        self.liveness.restart(now, self._rules.lease)
-        self.progress.restart(now, self._rules.lease)
-        self.listed_since = now
-        self._enough_since = None
+        if (away := self.outages.ends()) is None:
+            return
+        now, lease = self._clock(), self._rules.lease
+        if away.is_outage:
+            # Read no more than usual, because a slow store gets no extra work.
+            self.liveness.restart(now, lease)
+            self.progress.restart(now, lease)
+            self.listed_since = now
+            self.since.enough = None
+        elif away.failed:
+            self.liveness.discount(away.seconds, now)
+            self.progress.discount(away.seconds, now)
+        self.answers.restart(now)
 
     def until_first_lease(self, now: float) -> float | None:
         if self.records is None:
             return None
-        lease = self._shortest_lease
+        lease = self._listing.shortest_lease
         confirmed, possible = self.liveness.longest(now)
-        return max(0.0, lease + self.lag - possible) if confirmed < lease else None
+        return max(0.0, lease + self.delays.lag - possible) if confirmed < lease else None
 
     def is_lost(self, node: str) -> bool:
         """As `View.is_lost`."""
@@ -530,4 +418,4 @@ class Observer:
 
     def _has_lost(self, node: str, record: NodeRecord | None) -> bool:
         seen, lease = self.liveness.watched.get(node), record.lease if record else self._rules.lease
-        return seen is not None and seen.is_lost(lease + self.lag)
+        return seen is not None and seen.is_lost(lease + self.delays.lag)

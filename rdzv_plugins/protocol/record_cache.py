@@ -11,6 +11,8 @@ from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord
 
 # Remember the last beats of at most this many nodes whose records are gone.
 _MOST_GONE = 1 << 16
+# The log names at most this many nodes whose records are not believed.
+_MOST_UNBELIEVED = 16
 _START = len(NODES_PREFIX)
 
 
@@ -21,12 +23,14 @@ class RecordCache:
 
     Attributes:
         unbelieved: by node, why its record counts as absent, as of the last look.
+        shortest_lease: of all records, and of nodes without a record, which have ``lease``.
     """
 
     def __init__(self, lease: float | None = None) -> None:
         self._decoded: dict[str, tuple[Version, NodeRecord]] = {}
         self._shortest = lease / LEASES if lease is not None else 0.0
         self._longest = lease * LEASES if lease is not None else math.inf
+        self._lease = self.shortest_lease = lease or 0.0
         # The last beats of nodes whose records are gone.
         self._gone: dict[str, int] = {}
         self.unbelieved: dict[str, str] = {}
@@ -60,7 +64,9 @@ class RecordCache:
             while len(self._gone) > _MOST_GONE:
                 del self._gone[next(iter(self._gone))]
         self._decoded = decoded
-        return {node: record for node, (_, record) in decoded.items()}
+        records = {node: record for node, (_, record) in decoded.items()}
+        self.shortest_lease = min([self._lease, *(it.lease for it in records.values())])
+        return records
 
     def _take(
         self, node: str, entry: Entry, known: tuple[Version, NodeRecord] | None
@@ -90,6 +96,31 @@ class RecordCache:
             # A record that comes back unchanged is one that a forgetful store has found again.
             return None if record.beat < self._gone.get(node, 0) else (entry.version, record)
         return entry.version, record if record.beat >= known[1].beat else known[1]
+
+
+class Unbelieved:
+    """Lines for the log on values that were read and count as absent, one for each node.
+
+    ``is_overwritten``: from now on this node overwrites an unreadable document, because no live
+    node has written it again.
+    """
+
+    def __init__(self) -> None:
+        self.is_overwritten = False
+        self._nodes: set[str] = set()
+        self._lines: list[str] = []
+
+    def note(self, unbelieved: Mapping[str, str]) -> None:
+        """Note why values are not believed, by node; the key "" is for the document."""
+        for node, why in unbelieved.items():
+            if node not in self._nodes and len(self._nodes) < _MOST_UNBELIEVED:
+                self._nodes.add(node)
+                self._lines.append(why + (f"; it is that of '{plain(node, 40)}'" if node else ""))
+
+    def take(self) -> list[str]:
+        """The lines that nobody has taken yet."""
+        lines, self._lines = self._lines, []
+        return lines
 
 
 def readable(entry: Entry | None) -> NodeRecord | None:

@@ -30,6 +30,8 @@ ROSTER_PREFIX = "roster/"
 MISSING = "/roster"
 """Stands for an unreadable roster among the nodes that a leader watches; no node has this id."""
 
+_OUTDATED_KEPT = 16
+
 _SHARDS = msgspec.json.Decoder(dict[Id, Nodes])
 
 
@@ -66,6 +68,27 @@ def shards_of(document: RoundDocument | None) -> dict[str, list[str]]:
     if document is None:
         return {}
     return {it.digest: _keys(document.incarnation, it) for it in document.rosters}
+
+
+class ShardKeys:
+    """The keys of the shards of the stored document, and of earlier documents, by digest."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, list[str]] = {}
+        self._outdated: dict[str, list[str]] = {}
+
+    def replace(self, stored: dict[str, list[str]]) -> None:
+        """Take the keys of another document."""
+        self._outdated |= self.stored
+        while len(self._outdated) > _OUTDATED_KEPT:
+            del self._outdated[next(iter(self._outdated))]
+        self.stored = stored
+
+    def take_outdated(self) -> list[str]:
+        """The keys that only earlier documents name; each key is returned once."""
+        found = [keys for digest, keys in self._outdated.items() if digest not in self.stored]
+        self._outdated.clear()
+        return [key for keys in found for key in keys]
 
 
 def _keys(incarnation: str, shards: Shards) -> list[str]:

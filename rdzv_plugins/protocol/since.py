@@ -14,12 +14,14 @@ class Since:
         running: of the round that runs; None: none runs.
         forming: of the last document before `running`; None: this node saw none.
         grown: of the last round that let newcomers in.
+        enough: since when enough nodes are ready, as this leader has counted; None: too few are.
     """
 
     def __init__(self, now: float) -> None:
         self.document = self.round = self.grown = now
         self.running: float | None = None
         self.forming: float | None = None
+        self.enough: float | None = None
         self._runs: str | None = None  # The world_id of the round of `running`.
         self._grew: tuple[str, int] | None = None  # Incarnation and round of `grown`.
 
@@ -28,6 +30,8 @@ class Since:
         before, self.document = self.document, now
         if document is None:
             return
+        if was is None or was.place != document.place:
+            self.enough = None
         same_round = was is not None and was.is_of(document) and was.round == document.round
         if not same_round:
             self.round = now
@@ -40,3 +44,10 @@ class Since:
         grew = document.incarnation, -1 if first_forms else document.grew
         if grew != self._grew:
             self.grown, self._grew = now, grew
+
+    def note_enough(self, enough: bool, now: float) -> bool:
+        """Note whether enough nodes are ready; returns whether the last call begins now."""
+        begins = enough and self.enough is None
+        if begins or not enough:
+            self.enough = now if enough else None
+        return begins

@@ -1481,9 +1481,9 @@ def shards_written_once(patch: Patch) -> None:
 )
 def decides_before_an_outage(patch: Patch) -> None:
     def answered(original: Any, seen: Observer) -> None:
-        outages = seen.outages
+        outages = seen.outages.count
         original(seen)
-        seen.outages = outages
+        seen.outages.count = outages
 
     patch(Observer, "answered", answered)
 

@@ -254,14 +254,14 @@ class TestLag:
 
     def test_the_two_last_beats_count(self, time: Time) -> None:
         made = Observer("n2", RULES, time)
-        assert made.lag == 0.0
+        assert made.delays.lag == 0.0
         made.beat_was_late(0.5)
-        assert made.lag == 0.0
+        assert made.delays.lag == 0.0
         made.beat_was_late(4.0)
         made.beat_was_late(0.1)
-        assert made.lag == 3.5
+        assert made.delays.lag == 3.5
         made.beat_was_late(0.1)
-        assert made.lag == 0.0
+        assert made.delays.lag == 0.0
 
     def test_the_leader_is_followed_for_so_long(self) -> None:
         heir = seen({"n1": 3.5})
