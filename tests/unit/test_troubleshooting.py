@@ -265,7 +265,6 @@ IS_PART_OF_ANOTHER = (
     "incomplete, or more than one",
     "this handler of run '…' was shut down",
     "the round is over: no node will write '…'",
-    "… is not for a store",
     "_set_if and add are scripts",
     "option 'checks': …",
 )
