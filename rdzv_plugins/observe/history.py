@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from shlex import quote
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.settings.run_ids import is_possible
 
 T = TypeVar("T")
+Open: TypeAlias = Callable[[str], KeyValueClient]
 
 _ENDED = "ended/"
 _ROUNDS = "rounds/"
@@ -111,12 +112,13 @@ class Archive:
     Args:
         open: connects to the namespace of a run id.
         history_ttl: seconds that rounds and the entry in the list are kept; 0: neither is written.
+        briefly: connects for `note` and `exclusions`, without which a run goes on; None: ``open``.
     """
 
     def __init__(
-        self, open: Callable[[str], KeyValueClient], run_id: str, history_ttl: float
+        self, open: Open, run_id: str, history_ttl: float, briefly: Open | None = None
     ) -> None:
-        self._open = open
+        self._open, self._briefly = open, briefly or open
         self._run_id = run_id
         self._history_ttl = history_ttl
         self._kept = max(_TOMBSTONE_SECONDS, history_ttl)
@@ -129,11 +131,12 @@ class Archive:
         outcome = ended.outcome or Outcome.CLOSED
         story = {"outcome": outcome.value, "round": ended.round, "reason": plain(ended.reason)}
         story["at"] = _iso(datetime.now(UTC))
-        self._keep(_ENDED, ended.incarnation, msgspec.json.encode(story), _MOST_TOMBSTONES)
+        told = msgspec.json.encode(story)
+        self._keep(self._open, _ENDED, ended.incarnation, told, _MOST_TOMBSTONES)
 
-    def _keep(self, prefix: str, key: str, value: bytes, most: int) -> None:
+    def _keep(self, open: Open, prefix: str, key: str, value: bytes, most: int) -> None:
         """Put a value, and delete the oldest values of its kind beyond ``most``."""
-        with self._own() as client:
+        with closing(open(archive_run_id(self._run_id))) as client:
             client.put(prefix + key, value)
             client.expire(self._kept)
             entries = client.list(prefix)
@@ -164,8 +167,9 @@ class Archive:
         if record.phase is not Phase.FORMING:
             row = msgspec.json.encode(Row(**msgspec.structs.asdict(record), at=_iso(at)))
             place = "end" if record.phase is Phase.CLOSED else f"{record.round:08d}"
-            self._keep(_ROUNDS, f"{record.incarnation}/{place}", row, _MOST_ROUNDS)
-        with closing(self._open(LIST)) as client:
+            key = f"{record.incarnation}/{place}"
+            self._keep(self._briefly, _ROUNDS, key, row, _MOST_ROUNDS)
+        with closing(self._briefly(LIST)) as client:
             self._enlist(client, record, at)
 
     def rows(self) -> list[Row]:
@@ -234,7 +238,7 @@ class Archive:
         ``all_runs``: only those for all runs, or only those for this id alone; None: both.
         """
         keys = {None: (_ALL_RUNS, self._run_id), True: (_ALL_RUNS,), False: (self._run_id,)}
-        with closing(self._open(EXCLUDED)) as client:
+        with closing(self._briefly(EXCLUDED)) as client:
             entries = client.get_many(keys[all_runs])
         return _hold((it for key in keys[all_runs] for it in _excluded(entries.get(key))), now)
 

@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 
 # Within this time a store that pushes wakes a node, and the node writes its heartbeat.
 _ANSWER_SECONDS = 0.5
+# A node sends no heartbeat while it notes history or reads exclusions: a store that does not answer
+# costs it no more than this.
+_OPTIONAL_SECONDS = 1.0
 
 
 def create_handler(client: str, params: RendezvousParameters) -> RendezvousHandler:
@@ -107,7 +110,7 @@ def _create(client: str, params: RendezvousParameters) -> RendezvousHandler:
 
 def _make_patiently(
     store: type[KeyValueClient],
-    connect: Callable[[str], KeyValueClient],
+    connect: Callable[..., KeyValueClient],
     params: RendezvousParameters,
     settings: Settings,
 ) -> RendezvousHandler:
@@ -142,7 +145,7 @@ def _make_patiently(
 
 def _make(
     store: type[KeyValueClient],
-    connect: Callable[[str], KeyValueClient],
+    connect: Callable[..., KeyValueClient],
     attendance: Attendance | None,
     params: RendezvousParameters,
     settings: Settings,
@@ -158,7 +161,9 @@ def _make(
         opened.hold(2)
         name, at = opened.name, redact(params.endpoint)
         log.info("run '%s': connected to %s '%s'", params.run_id, name, at)
-        archive = Archive(connect, params.run_id, settings.history_ttl)
+        seconds = min(settings.request_timeout, _OPTIONAL_SECONDS)
+        briefly = partial(connect, request_timeout=seconds)
+        archive = Archive(connect, params.run_id, settings.history_ttl, briefly)
         return _over(opened, archive, attendance, params, settings, address, place)
     except BaseException:
         opened.close()

@@ -169,8 +169,8 @@ def open_client(
 
 def opener(
     client: type[KeyValueClient], params: RendezvousParameters
-) -> tuple[Settings, Callable[[str], KeyValueClient]]:
-    """The settings in torchrun's parameters, and a function that opens a client for a run id.
+) -> tuple[Settings, Callable[..., KeyValueClient]]:
+    """The settings in torchrun's parameters, and `open_run` for a run id, with these settings.
 
     Raises:
         ValueError: a bad option; the message names the option and what is allowed.

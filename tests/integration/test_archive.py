@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.observe.history import Archive, list_runs
 from rdzv_plugins.observe.inspection import Condition, Inspection, settle
+from rdzv_plugins.process.factory import create_handler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import Outcome, Phase
 from rdzv_plugins.protocol.round_record import Member, RoundRecord
 from rdzv_plugins.stores import open_client
@@ -49,6 +56,31 @@ def test_runs_are_listed_and_kept(store: RunningStore) -> None:
             settle([seen])
             ended = Condition.DEAD if run_id == "job" else Condition.CLOSED
             assert seen.condition is ended
+
+
+def test_a_store_that_is_silent_costs_a_heartbeat_little_for_history(
+    store: RunningStore, run_id: str
+) -> None:
+    options = {**store.config, "local_addr": "127.0.0.1", "heartbeat_timeout": "2"}
+    params = RendezvousParameters(store.backend, store.endpoint, run_id, 1, 1, **options)
+    handler = create_handler(store.backend, params)
+    assert isinstance(handler, StoreRendezvousHandler)
+    assert store.server is not None
+    archive, (server,) = handler._archive, store.server.nodes
+    asked: dict[Callable[[], object], str] = {
+        lambda: archive.note(RUNNING): "within 1 s",
+        lambda: archive.exclusions(0.0): "within 1 s",
+        # Without its answer a run may begin that was closed.
+        lambda: archive.tombstone("0011"): "within 2 s",
+    }
+    server.pause()
+    try:
+        for ask, said in asked.items():
+            with pytest.raises(RendezvousConnectionError, match=said):
+                ask()
+    finally:
+        server.resume()
+        handler.shutdown()
 
 
 @every_store
