@@ -15,7 +15,7 @@ from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
-from rdzv_plugins.settings.options import ServerOptions, Settings, StoreOptions
+from rdzv_plugins.settings.options import PollingOptions, ServerOptions, Settings, StoreOptions
 from rdzv_plugins.settings.parsing import COUNTERPARTS, WITHOUT_EFFECT
 from rdzv_plugins.stores import STORES, client_class
 
@@ -57,7 +57,7 @@ def markdown_table(cls: type) -> str:
 
 def options_page() -> str:
     options = {name: client_class(name).options for name in STORES}
-    served = [name for name, cls in options.items() if issubclass(cls, ServerOptions)]
+    shared: list[type[StoreOptions]] = [ServerOptions, PollingOptions]
     parts = [
         GENERATED,
         "# Options\n\n",
@@ -70,9 +70,10 @@ def options_page() -> str:
         markdown_table(Settings),
         "\n",
         markdown_table(StoreOptions),
-        f"\n## {', '.join(served)}\n\n",
-        markdown_table(ServerOptions),
     ]
+    for base in shared:
+        named = [name for name, cls in options.items() if issubclass(cls, base)]
+        parts += [f"\n## {', '.join(named)}\n\n", markdown_table(base)]
     for name, cls in options.items():
         parts += [f"\n## {name}\n\n", markdown_table(cls)]
     parts += [

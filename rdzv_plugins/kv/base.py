@@ -102,8 +102,8 @@ _PARSERS = {*sys.stdlib_module_names, msgspec.__name__}
 # Seconds by which this host's clock may differ from a server's.
 _CLOCK_SECONDS = 30.0
 
-# `wait` polls a store that cannot push this often, in seconds.
-_POLL = (0.05, 0.1)
+# The most keys of which a client remembers since when they are unchanged.
+_MOST_UNCHANGED = 100
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -323,6 +323,8 @@ class StoreClient(KeyValueClient):
     """
 
     named_by = "--rdzv-endpoint"
+    shortest_poll: float = 0.1
+    """The longest pause in seconds between two polls of `wait`, if the key has just changed."""
     batch: ClassVar[tuple[int, int]] = (100, 1 << 20)
     """The most keys, and bytes of values, that one call of `_put`, `_read` or `_delete` gets."""
 
@@ -333,6 +335,8 @@ class StoreClient(KeyValueClient):
         self._wakes: set[Wake] = set()
         self._spare_wakes: list[Wake] = []
         self._wakes_lock = threading.Lock()
+        # By key: the version of the last poll, and since when.
+        self._unchanged: dict[str, tuple[str | None, float]] = {}
 
     # The hooks of a store.
 
@@ -394,9 +398,18 @@ class StoreClient(KeyValueClient):
         """Return once the key may differ from ``seen``, with its value if that is known.
 
         Must not miss a change since `_look`. Ends at the limit at the latest, also by `WokenError`
-        or TimeoutError. This default polls, for stores that cannot push.
+        or TimeoutError. This default polls, for stores that cannot push, and pauses for longer the
+        longer the key is unchanged.
         """
-        limit.sleep(min(limit.seconds, random.uniform(*_POLL)))
+        version, now = version_of(seen), time.monotonic()
+        known, since = self._unchanged.get(key, ("", now))
+        if known != version:
+            if len(self._unchanged) > _MOST_UNCHANGED:
+                self._unchanged.clear()
+            # Kept across calls: a caller with many short waits must not poll fast forever.
+            self._unchanged[key] = version, (since := now)
+        longest = min(max((now - since) / 5, self.shortest_poll), self.longest_poll)
+        limit.sleep(min(limit.seconds, random.uniform(longest / 2, longest)))
         return None
 
     def _disconnect(self) -> None:

@@ -325,6 +325,21 @@ class StoreOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PollingOptions(StoreOptions):
+    """Options of the stores that cannot push."""
+
+    poll_interval_min: float = option(0.1, least=0.001)
+    """seconds between the first polls of a waiter"""
+    poll_interval_max: float = option(2.0, least=0.001)
+    """longest interval between polls, in seconds: a waiter notices a change within that time"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.poll_interval_max < self.poll_interval_min:
+            raise ValueError("option 'poll_interval_max' is less than 'poll_interval_min'")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerOptions(StoreOptions):
     """Options of the stores that have a host and a port."""
 

@@ -19,8 +19,9 @@ from contextlib import closing, suppress
 from contextvars import Context
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, TypeVarTuple
 from urllib.parse import quote, unquote
 
 from rdzv_plugins.kv import (
@@ -47,7 +48,6 @@ from rdzv_plugins.kv.findings import Finding, Mark, of_connection
 from rdzv_plugins.settings.endpoint import Place, parse_endpoint, redact, redact_urls
 from rdzv_plugins.settings.options import OptionError
 from rdzv_plugins.settings.run_ids import RESERVED
-from rdzv_plugins.stores._polling import Polling
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ _SPEAKS_NO_TLS = "InvalidMessage("
 _CAUSE = re.compile(r'\b(?:error|message): "([^"\n]{1,100})"')
 # The services that give a host its own credentials.
 _METADATA = re.compile(r"169\.254\.|/metadata/|External AWS credential provider")
-# obstore says this of a folder with a name that it cannot write; it lists none of the folder.
+# obstore says this of a folder with a name that it cannot write, and lists none of the folder.
 _UNLISTABLE = re.compile("object with invalid path")
 # obstore's threads release Python objects shortly after an answer.
 # Without this pause at exit, 1 to 5 of 100 processes died of SIGABRT.
@@ -140,16 +140,8 @@ class _Guard(NamedTuple):
     written: float
 
 
-class _Object(NamedTuple):
-    """An object as it was read: its bytes, its ETag, and when it was written, by the store."""
-
-    data: bytes
-    tag: str
-    written: float
-
-    @property
-    def stored(self) -> Stored:
-        return Stored.parse(self.data, _Guard(self.tag, self.written))
+class UnlistableError(Exception):
+    """A folder has a name that obstore cannot write."""
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -211,12 +203,13 @@ class BucketClient(EpochClient):
     capabilities = Capabilities(
         push=False, linearizable=True, batch=False, ttl=False, max_value_bytes=4 << 20
     )
+    scheme: ClassVar[str]
+    """The scheme of the endpoint."""
     # Each key is a request of its own.
     batch = (20, 8 << 20)
     mark_seconds = 1.0
 
     def __init__(self, endpoint: str, namespace: str, options: Any, request_timeout: float) -> None:
-        self._polling = Polling(options)
         try:
             self._api: Any = import_module("obstore")
         except ImportError as error:
@@ -235,7 +228,8 @@ class BucketClient(EpochClient):
         super().__init__(f"{self.name} at {redact(endpoint)}{where}", request_timeout)
         if url:
             self.named_by = "the url"
-        self.longest_poll = self._polling.longest
+        self.shortest_poll = options.poll_interval_min
+        self.longest_poll = options.poll_interval_max
         *prefix, run = segments(namespace, options.prefix)
         self._above = "/".join(filter(None, (*folder.split("/"), *prefix)))
         # Nobody reads a run's id from its folder.
@@ -257,8 +251,8 @@ class BucketClient(EpochClient):
                 f"the options or the credentials in the environment are not valid: {_said(error)}; "
                 "correct what that names"
             ) from None
-        # By path: an object's content and its ETag, so that a list fetches only changed objects.
-        self._held: dict[str, tuple[str, Stored]] = {}
+        # By path: the objects as they were last listed; a list fetches only what has changed.
+        self._held: dict[str, Stored] = {}
         self._connect(self._prove)
         if not run.startswith(quote(RESERVED)):
             self._call(self._present)
@@ -266,11 +260,6 @@ class BucketClient(EpochClient):
     @abstractmethod
     def _make_store(self, bucket: str, options: Any, more: dict[str, Any]) -> Any:
         """obstore's; raises `ValueError`."""
-
-    @classmethod
-    @abstractmethod
-    def _scheme(cls) -> str:
-        """The scheme of the endpoint."""
 
     @classmethod
     def _url(cls, options: Any) -> str | None:
@@ -285,11 +274,10 @@ class BucketClient(EpochClient):
     @classmethod
     def _parse(cls, endpoint: str) -> tuple[str, str]:
         """The bucket, and the folder in it."""
-        scheme = cls._scheme()
-        example = f"{scheme}://bucket/folder"
+        example = f"{cls.scheme}://bucket/folder"
         if not endpoint.strip():
             raise ValueError(f"the endpoint must name the bucket, as in {example}")
-        found = parse_endpoint(endpoint, default_port=0, schemes=(scheme,))
+        found = parse_endpoint(endpoint, default_port=0, schemes=(cls.scheme,))
         found.refuse_all_but(path=True)
         if found.user or found.password or len(found.hosts) != 1 or found.hosts[0][1]:
             raise ValueError(f"the endpoint must name a bucket and no more, as in {example}")
@@ -300,7 +288,7 @@ class BucketClient(EpochClient):
     def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]:
         names = {path: self._name(path) for path in paths}
         found = self._ask(limit, lambda: self._fetch(names.values()))
-        return {path: found[name].stored for path, name in names.items() if name in found}
+        return {path: found[name] for path, name in names.items() if name in found}
 
     def _scan_at(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         # A bucket lists whole folders.
@@ -308,29 +296,25 @@ class BucketClient(EpochClient):
 
         async def everything() -> dict[str, Stored]:
             listed = dict(await self._list(where))
-            held = {path: self._held.get(path, ("", None)) for path in listed}
-            same = {path: it for path, (tag, it) in held.items() if it and tag == listed[path]}
-            new = await self._fetch(listed.keys() - same.keys())
-            return same | {path: it.stored for path, it in new.items()}
+            held = {path: it for path, it in self._held.items() if path in listed}
+            same = {path: it for path, it in held.items() if it.guard.tag == listed[path]}
+            return same | await self._fetch(listed.keys() - same.keys())
 
         try:
             found = self._ask(limit, everything)
-        except Exception as error:
-            if not _UNLISTABLE.search(str(error)):
-                raise
+        except UnlistableError:
             # Another program has written there what nobody can delete: the run begins anew.
             self._begin_epoch(self._present(limit, fresh=True), limit)
             return {}
         # Only of what is there still: a run lasts, and its nodes come and go.
-        kept = {path: (it.guard.tag, it) for path, it in found.items()}
         others = {p: it for p, it in [*self._held.items()] if not p.startswith(f"{where}/")}
-        self._held = others | kept
+        self._held = others | found
         read = {_path(name[len(self._run) + 1 :]): it for name, it in found.items()}
         return {path: it for path, it in read.items() if path and path.startswith(prefix)}
 
     def _replace_at(self, path: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         tag = seen.guard.tag if seen is not None else None
-        return self._write(self._name(path), data, limit, tag) is not None
+        return self._ask(limit, lambda: self._write(self._name(path), data, tag)) is not None
 
     def _put_at(self, values: Mapping[str, bytes], limit: Limit) -> None:
         async def each() -> None:
@@ -355,24 +339,17 @@ class BucketClient(EpochClient):
         return self._server_time() - written - _WHOLE_SECONDS
 
     def _sweep(self, limit: Limit) -> None:
+        list_folders = partial(self._api.list_with_delimiter_async, self._store, self._above)
         try:
-            listed: Any = self._ask(
-                limit, lambda: self._api.list_with_delimiter_async(self._store, prefix=self._above)
-            )
-        except Exception as error:
-            if _UNLISTABLE.search(str(error)):
-                return
-            raise
+            listed: Any = self._ask(limit, list_folders)
+        except UnlistableError:
+            return
         runs = [str(it) for it in listed["common_prefixes"]]
         others = [f"{it}/{_MARK_NAME}" for it in runs if it != self._run]
         some = random.sample(others, min(len(others), _SWEEP))
         for name, found in self._ask(limit, lambda: self._fetch(some)).items():
-            if self._has_ended(found.stored, limit, _SWEEP_AFTER):
+            if self._has_ended(found, limit, _SWEEP_AFTER):
                 self._clear(name.removesuffix(f"/{_MARK_NAME}"), limit)
-
-    def _park_at(self, path: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        self._polling.sleep(path, seen, limit)
-        return None
 
     def _problem(self, error: Exception) -> Problem | None:
         said, kind = _said(error), type(error).__name__
@@ -448,7 +425,7 @@ class BucketClient(EpochClient):
         """The ETag of the one of two writers at once who won, if there is to be one."""
 
         async def at_once() -> list[str | None]:
-            writes = (self._written(path, stamped(b""), tag) for _ in range(_WRITERS))
+            writes = (self._write(path, stamped(b""), tag) for _ in range(_WRITERS))
             return await asyncio.gather(*writes)
 
         won = [it for it in self._ask(limit, at_once) if it is not None]
@@ -468,11 +445,8 @@ class BucketClient(EpochClient):
         """Seconds by which this host's clock is ahead of the store's."""
         return time.time() - self._server_time()
 
-    def _write(self, path: str, data: bytes, limit: Limit, tag: str | None) -> str | None:
+    async def _write(self, path: str, data: bytes, tag: str | None) -> str | None:
         """Write if the object has this ETag (None: is not there); None: it has not."""
-        return self._ask(limit, lambda: self._written(path, data, tag))
-
-    async def _written(self, path: str, data: bytes, tag: str | None) -> str | None:
         mode: Any = "create" if tag is None else {"e_tag": tag}
         try:
             written = await self._api.put_async(
@@ -485,24 +459,23 @@ class BucketClient(EpochClient):
             raise
         return str(written["e_tag"])
 
-    async def _get(self, path: str) -> _Object | None:
+    async def _get(self, path: str) -> Stored | None:
         try:
             answer = await self._api.get_async(self._store, path)
             # Nobody of ours has written more: it counts as absent.
             fits = answer.meta["size"] <= self.capabilities.max_value_bytes + STAMP_BYTES
             data = bytes(await answer.bytes_async()) if fits else b""
-            return _Object(
-                data, str(answer.meta["e_tag"]), answer.meta["last_modified"].timestamp()
-            )
+            written = answer.meta["last_modified"].timestamp()
+            return Stored.parse(data, _Guard(str(answer.meta["e_tag"]), written))
         except Exception as error:
             if _is_absent(error):
                 return None
             raise
 
-    async def _fetch(self, paths: Iterable[str]) -> dict[str, _Object]:
+    async def _fetch(self, paths: Iterable[str]) -> dict[str, Stored]:
         room = asyncio.Semaphore(_AT_ONCE)
 
-        async def one(path: str) -> tuple[str, _Object | None]:
+        async def one(path: str) -> tuple[str, Stored | None]:
             async with room:
                 return path, await self._get(path)
 
@@ -520,10 +493,8 @@ class BucketClient(EpochClient):
         """Delete all that is there; False: obstore can neither list nor name some of it."""
         try:
             listed = self._ask(limit, lambda: self._list(folder))
-        except Exception as error:
-            if _UNLISTABLE.search(str(error)):
-                return False
-            raise
+        except UnlistableError:
+            return False
         # Its mark last: without that what is left would count again.
         paths = sorted((path for path, _ in listed), key=lambda it: it.endswith(f"/{_MARK_NAME}"))
         self._remove(paths, limit)
@@ -569,6 +540,8 @@ class BucketClient(EpochClient):
 
                 return loop.run_until_complete(bounded())
         except Exception as error:
+            if _UNLISTABLE.search(str(error)):
+                raise UnlistableError from error
             if not _METADATA.search(said := _said(error)):
                 raise
             raise LateCredentialsError(

@@ -44,7 +44,7 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.retry import retry
 from rdzv_plugins.settings.endpoint import parse_endpoint, redact
-from rdzv_plugins.settings.options import OptionError, StoreOptions, UnreadableFileError, option
+from rdzv_plugins.settings.options import OptionError, PollingOptions, UnreadableFileError, option
 from rdzv_plugins.stores._aws import files_of_aws, tell_of_session
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import BoundedResponse
@@ -114,7 +114,7 @@ _LATE = (NoCredentialsError, CredentialRetrievalError)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(StoreOptions):
+class Options(PollingOptions):
     """Options of the dynamodb backend, for endpoints that are a region (``us-east-1``), a URL
     (``http://127.0.0.1:8000``) or empty (AWS's own configuration).
 
@@ -131,10 +131,6 @@ class Options(StoreOptions):
     """profile of AWS's configuration files"""
     role_arn: str | None = option(None)
     """role to assume with those credentials"""
-    poll_interval_min: float = option(0.1, least=0.001)
-    """seconds between the first polls of a waiter"""
-    poll_interval_max: float = option(2.0, least=0.001)
-    """longest interval between polls, in seconds: a waiter notices a change within that time"""
 
 
 class Table:

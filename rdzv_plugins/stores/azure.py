@@ -13,22 +13,18 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from rdzv_plugins.settings.options import StoreOptions, option
+from rdzv_plugins.settings.options import PollingOptions, option
 from rdzv_plugins.stores._bucket import BucketClient
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(StoreOptions):
+class Options(PollingOptions):
     """Options of the azure backend, for an endpoint ``az://container/folder``."""
 
     account: str | None = option(None)
     """name of the storage account; none: $AZURE_STORAGE_ACCOUNT_NAME"""
     url: str | None = option(None)
     """where another store of the protocol is, as in ``http://127.0.0.1:10000/devstoreaccount1``"""
-    poll_interval_min: float = option(0.1, least=0.001)
-    """seconds between the first polls of a waiter"""
-    poll_interval_max: float = option(2.0, least=0.001)
-    """longest interval between polls, in seconds: a waiter notices a change within that time"""
 
 
 class Client(BucketClient):
@@ -36,10 +32,7 @@ class Client(BucketClient):
 
     name = "azure"
     options = Options
-
-    @classmethod
-    def _scheme(cls) -> str:
-        return "az"
+    scheme = "az"
 
     def _make_store(self, bucket: str, options: Any, more: dict[str, Any]) -> Any:
         config: dict[str, Any] = {}

@@ -26,11 +26,10 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from rdzv_plugins.kv import Capabilities, RendezvousConnectionError, Version
-from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, stamped, version_of
+from rdzv_plugins.kv.base import Limit, Problem, StoreClient, Stored, stamped
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection
 from rdzv_plugins.settings.endpoint import Place, redact
 from rdzv_plugins.stores._dynamodb_table import INDEX, Options, Table, code_of, problem_of
-from rdzv_plugins.stores._polling import Polling
 
 # A value of up to this size takes one read unit (4 KB, keys and attribute names included).
 _SMALL_BYTES = 2_500
@@ -41,6 +40,8 @@ _BATCH = 25
 
 _LIVE = "(attribute_not_exists(expires_at) OR expires_at > :now)"
 _ABSENT = "attribute_not_exists(pk) OR expires_at <= :now"
+# The attributes that hold a value and its version.
+_PARTS = ("version_id", "payload", "tally")
 # The code of a write whose condition did not hold.
 _REFUSED = "ConditionalCheckFailedException"
 # A stored deadline further ahead than this many seconds is invalid: clocks of clients differ by a
@@ -68,11 +69,11 @@ class Client(StoreClient):
     def __init__(
         self, endpoint: str, namespace: str, options: Options, request_timeout: float
     ) -> None:
-        self._polling = Polling(options)
         where = f"dynamodb, table '{options.table}' at {redact(endpoint) or 'AWS'}"
         super().__init__(where, request_timeout)
         self._namespace = namespace
-        self.longest_poll = self._polling.longest
+        self.shortest_poll = options.poll_interval_min
+        self.longest_poll = options.poll_interval_max
         # The latest known call of `expire`: the time of the call, and the deadline that it set.
         self._expiry: tuple[float, int] = (0.0, 0)
         # By key: the last known version of a large value.
@@ -106,7 +107,32 @@ class Client(StoreClient):
         return self._found(self._query(prefix, limit))
 
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
-        return self._set_if(key, data, version_of(seen), limit) == Stored.parse(data)
+        values = {":now": self._seconds()}
+        if seen is None:
+            condition = _ABSENT
+        elif seen.version:
+            condition = f"version_id = :version_id AND {_LIVE}"
+            values[":version_id"] = {"S": seen.version}
+        else:
+            # Another program's item counts as absent: replace exactly this one.
+            parts = {name: seen.guard[name] for name in _PARTS if name in seen.guard}
+            values = {f":{name}": it for name, it in parts.items()}
+            condition = " AND ".join(
+                f"{it} = :{it}" if it in parts else f"attribute_not_exists({it})" for it in _PARTS
+            )
+        try:
+            self._table.ask(
+                limit,
+                "put_item",
+                Item=self._item(key, data),
+                ConditionExpression=condition,
+                **({"ExpressionAttributeValues": values} if values else {}),
+            )
+        except ClientError as error:
+            if code_of(error) != _REFUSED:
+                raise
+            return False
+        return True
 
     def _put(self, values: Mapping[str, bytes], limit: Limit) -> None:
         items = [self._item(key, data) for key, data in values.items()]
@@ -156,57 +182,6 @@ class Client(StoreClient):
                     self._pace(f"setting the deadline of '{key}' ({code})", limit)
                     pending.append(key)
 
-    def _set_if(
-        self, key: str, data: bytes, expected: Version | None, limit: Limit
-    ) -> Stored | None:
-        # One request; the base class would read the whole value first.
-        condition, values = _ABSENT, {":now": self._seconds()}
-        if expected is not None:
-            if not isinstance(expected, str) or not expected:
-                return self._read([key], limit).get(key)
-            condition = f"version_id = :expected AND {_LIVE}"
-            values[":expected"] = {"S": expected}
-        try:
-            self._table.ask(
-                limit,
-                "put_item",
-                Item=self._item(key, data),
-                ConditionExpression=condition,
-                ExpressionAttributeValues=values,
-                ReturnValuesOnConditionCheckFailure="ALL_OLD",
-            )
-        except ClientError as error:
-            if code_of(error) != _REFUSED:
-                raise
-            item: Any = error.response.get("Item")
-            there = self._found([item] if item else []).get(key)
-            if there is None or there.version or expected is not None:
-                return there
-            return self._replace_foreign(key, data, item, limit)
-        return Stored.parse(data)
-
-    def _replace_foreign(
-        self, key: str, data: bytes, item: Mapping[str, Any], limit: Limit
-    ) -> Stored | None:
-        """Write over an item that is not ours, and counts as absent, while it stays as it is."""
-        names = ("version_id", "payload", "tally")
-        parts = {name: item[name] for name in names if name in item}
-        same = [f"{it} = :{it}" if it in parts else f"attribute_not_exists({it})" for it in names]
-        values = {f":{name}": it for name, it in parts.items()}
-        try:
-            self._table.ask(
-                limit,
-                "put_item",
-                Item=self._item(key, data),
-                ConditionExpression=" AND ".join(same),
-                **({"ExpressionAttributeValues": values} if values else {}),
-            )
-        except ClientError as error:
-            if code_of(error) != _REFUSED:
-                raise
-            return self._read([key], limit).get(key)
-        return Stored.parse(data)
-
     def _add_once(self, key: str, delta: int) -> int | None:
         # One write per adder; of a thousand compare-and-sets at once most would be refused.
         total = self._call(partial(self._count, key, delta))
@@ -249,10 +224,6 @@ class Client(StoreClient):
             if self._table.ask(limit, "query", **query)["Count"]:
                 return Stored(b"", large)
         return self._read([key], limit).get(key)
-
-    def _park(self, key: str, seen: Stored | None, limit: Limit) -> Stored | None:
-        self._polling.sleep(key, seen, limit)
-        return None
 
     def _problem(self, error: Exception) -> Problem | None:
         return problem_of(error, self.timeout)
@@ -366,7 +337,7 @@ class Client(StoreClient):
                 version, value, ends, made = _parts(item, self._table.now() + _LATEST)
             except (LookupError, TypeError, ValueError):
                 # Another program's: it counts as absent.
-                found[key] = Stored(b"", "")
+                found[key] = Stored(b"", "", item)
                 continue
             if ends and ends <= int(self._table.now()):
                 continue

@@ -24,7 +24,7 @@ from typing import Any
 import boto3
 from botocore.exceptions import BotoCoreError, NoCredentialsError
 
-from rdzv_plugins.settings.options import OptionError, StoreOptions, option
+from rdzv_plugins.settings.options import OptionError, PollingOptions, option
 from rdzv_plugins.stores._aws import files_of_aws, tell_of_session
 from rdzv_plugins.stores._bucket import BucketClient
 from rdzv_plugins.stores._files import FromFiles
@@ -34,7 +34,7 @@ _ASKED_AGAIN = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(StoreOptions):
+class Options(PollingOptions):
     """Options of the s3 backend, for an endpoint ``s3://bucket/folder``."""
 
     region: str | None = option(None)
@@ -42,10 +42,6 @@ class Options(StoreOptions):
     url: str | None = option(None)
     """where a compatible store is, as in ``https://minio.example.org:9000``; none:
     $AWS_ENDPOINT_URL, or AWS itself"""
-    poll_interval_min: float = option(0.1, least=0.001)
-    """seconds between the first polls of a waiter"""
-    poll_interval_max: float = option(2.0, least=0.001)
-    """longest interval between polls, in seconds: a waiter notices a change within that time"""
 
 
 class Client(BucketClient):
@@ -53,10 +49,7 @@ class Client(BucketClient):
 
     name = "s3"
     options = Options
-
-    @classmethod
-    def _scheme(cls) -> str:
-        return "s3"
+    scheme = "s3"
 
     @classmethod
     def _url(cls, options: Any) -> str | None:
