@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -25,7 +26,7 @@ from typing import Any
 
 from examples.demo.agents import RDZV_RUN, TORCHRUN, Fleet, Process
 
-__all__ = ["Forked", "ForkedFleet", "is_forkable"]
+__all__ = ["Forked", "ForkedFleet", "is_forkable", "run", "run_here", "unshare"]
 
 # What torch reads as it is imported.
 _AT_IMPORT = {"LOGLEVEL", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS"}
@@ -76,14 +77,21 @@ def _forks() -> ForkServerContext:
 class Forked:
     """The process of a program, with what `subprocess.Popen` has of the same names."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log: Path,
+        errors: Path | None = None,
+    ) -> None:
+        """``errors`` is the file of its standard error; None: ``log``."""
         self._command = command
         log.touch()
         # A daemon does not outlive the tests. It may start nothing, as a program in new namespaces
         # does.
         self._process = _forks().Process(
             target=_become,
-            args=(*_parts(command), dict(environ), os.getcwd(), log),
+            args=(*_parts(command), dict(environ), os.getcwd(), log, errors or log),
             daemon=command[0] != "unshare",
         )
         self._process.start()
@@ -111,6 +119,20 @@ class Forked:
             os.kill(self.pid, number)
 
 
+def run(
+    command: Sequence[str], environ: Mapping[str, str] | None = None, seconds: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program to its end, as `subprocess.run` does."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder) / "out", Path(folder) / "errors"
+        process = Forked(command, os.environ if environ is None else environ, out, errors)
+        try:
+            status = process.wait(seconds)
+        finally:
+            process.send_signal(signal.SIGKILL)
+        return subprocess.CompletedProcess(command, status, out.read_text(), errors.read_text())
+
+
 class ForkedFleet(Fleet):
     """A fleet whose agents are forked where they can be."""
 
@@ -121,13 +143,14 @@ class ForkedFleet(Fleet):
 
 
 def _become(
-    within: list[str], program: list[str], environ: dict[str, str], folder: str, log: Path
+    within: list[str],
+    program: list[str],
+    environ: dict[str, str],
+    folder: str,
+    log: Path,
+    errors: Path,
 ) -> None:
     """Run a program, and end as Python ends."""
-    import torch.distributed.run
-
-    import rdzv_plugins.cli
-
     os.setsid()
     # The tests may run in a shell's background, where SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -136,21 +159,14 @@ def _become(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    for number, path in ((1, log), (2, errors)):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), number)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
-    launcher = _launcher(program)
-    sys.argv = program[1:] if launcher is None else [*_SCRIPTS[launcher], *program[len(launcher) :]]
     by_signal = False
     try:
-        if launcher == TORCHRUN:
-            torch.distributed.run.main()
-        elif launcher == RDZV_RUN:
-            rdzv_plugins.cli.main()
-        else:
-            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        run_here(program)
     except SystemExit:
         raise
     except BaseException as error:
@@ -166,19 +182,44 @@ def _become(
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def run_here(program: Sequence[str]) -> None:
+    """Do in this process what Python does with these arguments."""
+    import torch.distributed.run
+
+    import rdzv_plugins.cli
+
+    launcher = _launcher(program)
+    before = () if launcher is None else _SCRIPTS[launcher]
+    sys.argv = [*before, *program[len(launcher or "-") :]]
+    if launcher == TORCHRUN:
+        torch.distributed.run.main()
+    elif launcher == RDZV_RUN:
+        rdzv_plugins.cli.main()
+    elif program[0] == "-c":
+        exec(program[1], {"__name__": "__main__"})
+    else:
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+
+
+def unshare(namespaces: int) -> None:
+    """Give this process namespaces of its own, of files at least. Raises `OSError`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS | namespaces):
+        raise OSError(ctypes.get_errno(), "unshare failed")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+
+
 def _enter(within: list[str]) -> None:
     """Do what the command does that stands before Python: ``unshare``, or a host's ``nsenter``."""
-    libc = ctypes.CDLL(None, use_errno=True)
     if within[0] == "unshare":
-        done = [libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET)]
-        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        unshare(_CLONE_NEWNET)
         _serve_forks()
     else:
+        libc = ctypes.CDLL(None, use_errno=True)
         (pid,) = (it.removeprefix("--target=") for it in within if it.startswith("--target="))
         opened = [os.open(f"/proc/{pid}/ns/{it}", os.O_RDONLY) for it in ("net", "uts", "mnt")]
-        done = [libc.setns(file, 0) for file in opened]
-    if any(done):
-        raise OSError(ctypes.get_errno(), f"{within} failed")
+        if any(libc.setns(file, 0) for file in opened):
+            raise OSError(ctypes.get_errno(), f"{within} failed")
 
 
 def _serve_forks() -> None:

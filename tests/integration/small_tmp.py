@@ -1,6 +1,7 @@
 """Runs a Python program with a small folder for temporary files, of a file system of its own.
 
-Its arguments are Python's. `change` does something in that folder, as nobody else can.
+Its arguments are the options of that file system, and then Python's. `change` does something in
+that folder, as nobody else can.
 """
 
 from __future__ import annotations
@@ -11,26 +12,37 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["SMALL_TMP", "change"]
+from tests.integration import forked
 
-SMALL_TMP = ("-m", "tests.integration.small_tmp", "-m", "torch.distributed.run")
-"""Python's arguments that run torchrun so."""
+__all__ = ["NO_ROOM", "SMALL_TMP", "change"]
 
-_MOUNT = """
-mount -t tmpfs -o nr_inodes=60,size=1m none "$TMPDIR" && exec "$@"
-"""
+SMALL_TMP = ("-m", "tests.integration.small_tmp", "nr_inodes=60,size=1m")
+"""Python's arguments, before those that name a program, that run it so."""
+
+NO_ROOM = ("-m", "tests.integration.small_tmp", "nr_inodes=2")
+"""The same; the folder has no room for a second file."""
+
+_NAME = "small-tmp-"
+_MOUNT = 'mount -t tmpfs -o "$1" none "$TMPDIR"; shift; exec "$@"'
 
 
 def change(pid: int, command: str) -> None:
     """Run a shell's command in the folder of a process, such as ``rm -rf *``."""
     enter = ["nsenter", f"--target={pid}", "--mount", *(["--user"] if os.geteuid() else [])]
-    environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    (folder,) = (item.removeprefix("TMPDIR=") for item in environ if item.startswith("TMPDIR="))
+    mounts = Path(f"/proc/{pid}/mounts").read_text().splitlines()
+    (folder,) = (line.split()[1] for line in mounts if _NAME in line)
     subprocess.run([*enter, "sh", "-ec", f'cd "{folder}"; {command}'], check=True, timeout=30)
 
 
 if __name__ == "__main__":
-    unshare = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
-    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="small-tmp-")
-    program = [sys.executable, *sys.argv[1:]]
-    os.execvp(unshare[0], [*unshare, "sh", "-c", _MOUNT, "sh", *program])
+    options, *program = sys.argv[1:]
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=_NAME)
+    if os.geteuid() == 0:
+        # In this process, which may have been forked from one that has imported torch.
+        forked.unshare(0)
+        mount = ["mount", "-t", "tmpfs", "-o", options, "none", tempfile.tempdir]
+        subprocess.run(mount, check=True)
+        forked.run_here(program)
+    else:
+        within = ["unshare", "--mount", "--map-root-user", "sh", "-ec", _MOUNT, "sh", options]
+        os.execvp(within[0], [*within, sys.executable, *program])

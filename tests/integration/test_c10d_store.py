@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from torch.distributed.elastic.utils import store as elastic
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.torch.c10d_store import KeyValueStore
 from tests import servers
+from tests.integration import forked
 from tests.integration.stores import KINDS, RunningStore
 
 T = TypeVar("T")
@@ -201,17 +201,12 @@ dist.destroy_process_group()
 def test_a_process_group_forms_over_it(running_store: RunningStore, run_id: str) -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     where = [running_store.backend, running_store.endpoint, json.dumps(dict(running_store.config))]
-    trainers = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAINER, *where, run_id, str(rank), str(WORLD)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
-    try:
-        results = [trainer.communicate(timeout=100) for trainer in trainers]
-    finally:
-        for trainer in trainers:
-            trainer.kill()
+    program = [sys.executable, "-c", TRAINER, *where, run_id]
+    with ThreadPoolExecutor(WORLD) as pool:
+        train = [
+            pool.submit(forked.run, [*program, str(rank), str(WORLD)], environ, 100)
+            for rank in range(WORLD)
+        ]
+        results = [each.result() for each in train]
     expected = ["12.0 0 1 2\n", "12.0 0 1 2\n", "6.0 0 1 2\n"]
-    assert [printed for printed, _ in results] == expected, [errors for _, errors in results]
+    assert [each.stdout for each in results] == expected, [each.stderr for each in results]

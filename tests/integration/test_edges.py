@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from torch.distributed.elastic.agent.server.api import (
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, Status
 from tests import Measure, replace
+from tests.integration import forked
 from tests.integration.agents import Run as Handlers
 from tests.integration.agents import crash
 from tests.integration.jobs import Job
@@ -248,13 +248,7 @@ def test_the_agents_logs_tell_an_outage_and_a_leave(submit: Submit, store: Runni
 )
 def test_what_torchrun_prints_begins_with_what_to_do(options: list[str], said: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis", *options]
-    ended = subprocess.run(
-        [*command, "--rdzv-id=x", "--nnodes=1", "train.py"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ended = forked.run([*command, "--rdzv-id=x", "--nnodes=1", "train.py"])
     assert ended.returncode == 1
     lines = [line for line in ended.stderr.splitlines() if "NumPy" not in line]
     lines = lines[next(i for i, line in enumerate(lines) if line.startswith("E")) :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import Measure
+from tests.integration import forked
 from tests.integration.exhausted import (
     AS_USER,
     WITHOUT_THREADS,
@@ -116,7 +116,7 @@ def test_a_tcpstore_is_not_tried_without_descriptors(spare: int) -> None:
         "try:\n    open_store('127.0.0.1', 10.0)\n"
         "except OSError as error:\n    print(errno.errorcode[error.errno])\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    ended = forked.run([sys.executable, "-c", script])
     assert (ended.returncode, ended.stdout) == (0, "EMFILE\n"), ended.stderr
 
 

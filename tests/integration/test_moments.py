@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo.agents import TORCHRUN
 from rdzv_plugins.protocol.documents import Status
 from tests import Measure
 from tests.integration.jobs import Job
@@ -32,7 +33,12 @@ READ_ONLY = 'mount -o remount,ro "$PWD"'
 
 @pytest.fixture
 def job(store: RunningStore, tmp_path: Path) -> Iterator[Job]:
-    options = {"nodes": "1:2", "launcher": SMALL_TMP, "grow": "checkpoint", "max_restarts": 0}
+    options = {
+        "nodes": "1:2",
+        "launcher": (*SMALL_TMP, *TORCHRUN),
+        "grow": "checkpoint",
+        "max_restarts": 0,
+    }
     with closing(Job(tmp_path, store, SCRIPT, **options)) as made:
         made.begin("a")
         made.await_event("a", "named")

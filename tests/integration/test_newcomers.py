@@ -15,12 +15,12 @@ import pytest
 from examples.demo.agents import RDZV_RUN, TORCHRUN
 from rdzv_plugins.protocol.documents import Phase
 from tests.integration.namespaces import in_namespaces
+from tests.integration.small_tmp import NO_ROOM
 from tests.integration.stores import KINDS, RunningStore, running
 from tests.integration.torchrun import PATIENCE, Begin, Run, runs
 
 pytestmark = pytest.mark.timeout(240)
 
-NO_ROOM = ("-m", "tests.integration.no_room")
 # How Python is to run the third node's launcher, the script, and what the others are told of it.
 BROKEN = {
     "no program": ((), ("--no-python", "/none/train"), "its agent failed (FileNotFoundError: "),

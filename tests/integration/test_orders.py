@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from rdzv_plugins.protocol.roster import apart
 from rdzv_plugins.protocol.rules import INLINE
 from rdzv_plugins.testing.threads import Background
 from tests import Measure
-from tests.integration import agents
+from tests.integration import agents, forked
 from tests.integration.stores import RunningStore, every_store
 from tests.integration.test_dashboard import record
 from tests.integration.torchrun import Begin, Run
@@ -37,10 +36,7 @@ def rdzv(run: Run, store: RunningStore, command: str, *arguments: str) -> str:
     where = ["-b", store.backend, "-e", store.endpoint, "-i", run.run_id]
     if store.config:
         where += ["-c", ",".join(f"{name}={value}" for name, value in store.config.items())]
-    done = subprocess.run(
-        [sys.executable, "-m", "rdzv_plugins.cli", command, *where, *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = forked.run([sys.executable, "-m", "rdzv_plugins.cli", command, *where, *arguments])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -25,6 +25,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.testing.harness import until
 from tests import Measure
+from tests.integration import forked
 from tests.integration.forked import Forked, is_forkable
 from tests.integration.namespaces import as_pid_1
 from tests.integration.stores import KINDS, RunningStore, running
@@ -430,10 +431,8 @@ def test_a_containers_shell_that_passes_no_sigterm_on_is_told_of(
 
 
 def test_help_is_torchruns() -> None:
-    shown = subprocess.run(
-        [sys.executable, *RDZV_RUN, "--help"],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    shown = forked.run([sys.executable, *RDZV_RUN, "--help"])
+    assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith("usage: rdzv run ")
     assert "--rdzv-backend" in shown.stdout
     assert "training_script" in shown.stdout

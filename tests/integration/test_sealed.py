@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.testing import NetworkConformance, Store, TorchConformance
 from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend, create_backend
+from tests.integration import forked
 from tests.integration.agents import Agent, Run, one_world, until
 from tests.integration.stores import KINDS, RunningStore
 
@@ -415,16 +415,9 @@ def test_workers_inherit_neither_secret_nor_password(
     script.write_text(WORKER)
     where = ["--rdzv-backend=redis"]
     how = [f"--rdzv-id={run_id}", f"--rdzv-conf=last_call_timeout=0,handler={handler}"]
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, *launcher, *where, *how, "--nnodes=1", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={
-            **os.environ,
-            "RDZV_PLUGINS_SECRET": SECRET,
-            "PET_RDZV_ENDPOINT": store.endpoint,
-        },
+        {**os.environ, "RDZV_PLUGINS_SECRET": SECRET, "PET_RDZV_ENDPOINT": store.endpoint},
     )
     assert done.returncode == 0, done.stderr
     assert "workers see []" in done.stdout

@@ -74,27 +74,27 @@ def store() -> Iterator[RunningStore]:
 
 
 @pytest.fixture
-def play(store: RunningStore, tmp_path: Path) -> Callable[[str], Ending]:
+def play(store: RunningStore, run_id: str, tmp_path: Path) -> Callable[[str], Ending]:
     """Plays a case: how the agent lives, then signals, each with the seconds before it.
 
     ``away`` and ``back`` are of the store.
     """
-    return lambda case: ending(store, case, tmp_path / "log")
+    return lambda case: ending(store, run_id, case, tmp_path / "log")
 
 
-def ending(store: RunningStore, case: str, log: Path) -> Ending:
+def ending(store: RunningStore, run_id: str, case: str, log: Path) -> Ending:
     life, *steps = case.split()
     environ = dict(os.environ)
     if "SIGUSR1" in steps:
         # As torch's launcher does.
         environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGUSR1"
-    program = [sys.executable, "-m", "tests.integration.signalled", store.endpoint, case, life]
+    program = [sys.executable, "-m", "tests.integration.signalled", store.endpoint, run_id, life]
     with contextlib.ExitStack() as stack:
         agent = Forked(program, environ, log)
         stack.callback(agent.send_signal, signal.SIGKILL)
-        client = stack.enter_context(contextlib.closing(store.open(case)))
+        client = stack.enter_context(contextlib.closing(store.open(run_id)))
         if life == "barrier":
-            peer = make(store.endpoint, case, CASES[life][1])
+            peer = make(store.endpoint, run_id, CASES[life][1])
             stack.callback(peer.shutdown)
             Background(peer.next_rendezvous)
         assert until(lambda: f"{agent.pid} at {life}" in log.read_text(), 60), log.read_text()

@@ -6,7 +6,6 @@ Real torchrun agents and real servers. The workers note each moment that matters
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import redis
 from examples.demo.agents import TORCHRUN
 from rdzv_plugins.testing.threads import Background
 from tests import Measure, replace
+from tests.integration import forked
 from tests.integration.administrators import ADMINISTRATORS, administered
 from tests.integration.agents import Run as Players
 from tests.integration.agents import crash
@@ -283,7 +283,8 @@ def test_with_on_outage_stop_a_closed_run_trains_on(store: RunningStore, tmp_pat
         job.begin("ab")
         close = [sys.executable, "-m", "rdzv_plugins.cli", "close"]
         before = time.monotonic()
-        subprocess.run([*close, "-e", store.endpoint, "-i", job.run_id], check=True, timeout=60)
+        closed = forked.run([*close, "-e", store.endpoint, "-i", job.run_id])
+        assert closed.returncode == 0, closed.stderr
         job.assert_noted("a", [], before, LEASE + SOON)
         for name in "ab":
             job.finish(name)

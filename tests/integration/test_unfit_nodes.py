@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import Measure
+from tests.integration import forked
 from tests.integration.stores import RunningStore, every_store
 from tests.integration.torchrun import Begin, Pause, Run
 
@@ -50,7 +50,7 @@ def status(run: Run, store: RunningStore) -> dict[str, Any]:
     conf = ",".join(f"{key}={value}" for key, value in store.config.items())
     command = [sys.executable, "-m", "rdzv_plugins.cli", "status", "--json", "-i", run.run_id]
     command += ["-b", store.backend, "-e", store.endpoint, *(["-c", conf] if conf else [])]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = forked.run(command)
     assert said.stdout, said.stderr
     found: dict[str, Any] = json.loads(said.stdout)
     return found
