@@ -8,7 +8,7 @@ SPHINX := $(BIN)/python -W ignore -m sphinx --quiet --nitpicky --fail-on-warning
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all unit test-store compiled lint simulate soak bench test-recipes docs linkcheck screenshots lock servers test-compose test-oldest build clean
+.PHONY: help demo test test-all unit test-store lint simulate soak bench test-recipes docs linkcheck screenshots lock servers test-compose test-oldest build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -27,7 +27,7 @@ demo: .venv/installed ## Train with three agents, kill one, continue training [E
 
 test: ## Install the test dependencies and run the tests, most of them on one store
 	@$(MAKE) --no-print-directory --jobs 2 .venv/installed servers
-	@$(MAKE) --no-print-directory --jobs 2 lint compiled
+	@$(MAKE) --no-print-directory --jobs 2 lint .venv/compiled
 	@echo "==> running the tests"
 	@$(PYTEST) --numprocesses 6 --dist loadgroup --no-loadscope-reorder $(SELECTION)
 
@@ -41,8 +41,9 @@ test-store: .venv/installed servers ## Run the tests of one store [STORE=redis]
 	@$(PYTEST) --numprocesses 2 --dist loadgroup -m "not soak" -k $(or $(STORE),redis) tests/integration
 
 # Otherwise each process of pytest compiles all tests. What fails here fails there, and is shown.
-compiled: .venv/installed
+.venv/compiled: .venv/installed $(wildcard tests/*.py tests/*/*.py)
 	@$(PYTEST) --collect-only --quiet >/dev/null 2>&1 || true
+	@touch $@
 
 lint: .venv/installed ## Run ruff and mypy --strict; check that the generated docs are up to date
 	@echo "==> checking style and types"

@@ -13,6 +13,9 @@ from rdzv_plugins.settings import environment
 
 _TORCHS_EVENTS = logging.getLogger("torchelastic-events-dynamic_rendezvous")
 
+# The imports and the collected tests stay: each process would search them for garbage for a second.
+gc.disable()
+
 # Else an example that takes 0.2 s fails, on a machine that has other things to do.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -59,8 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # What the imports made stays: torch's many objects need not be searched for garbage each time.
     gc.freeze()
+    gc.enable()
     if session.config.getoption("loadgroup", False):
         # pytest-xdist writes an attribute of pytest's own, which pytest 9.2 no longer reads.
         assert all("@" in item.nodeid for item in session.items), "the groups have no effect"
