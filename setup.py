@@ -1,4 +1,4 @@
-"""Put the pages into each wheel, however it is built; pyproject.toml has everything else."""
+"""Put the pages, and the script of `rdzv demo`, into each wheel, however it is built."""
 
 from pathlib import Path
 from shutil import copyfile
@@ -16,6 +16,7 @@ class BuildWithPages(build_py):
             copy = Path(self.build_lib, "rdzv_plugins/cli/pages", page.relative_to("docs"))
             copy.parent.mkdir(parents=True, exist_ok=True)
             copyfile(page, copy)
+        copyfile("examples/train.py", Path(self.build_lib, "rdzv_plugins/cli/train.py"))
 
 
 setup(cmdclass={"build_py": BuildWithPages})

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rdzv_plugins import __version__
-from rdzv_plugins.cli import docs, local, orders, pages, run, runs
+from rdzv_plugins.cli import demo, docs, local, orders, pages, run, runs
 from rdzv_plugins.cli.check import check
 from rdzv_plugins.cli.options import spread
 
@@ -41,7 +41,7 @@ app.command("list")(spread(runs.list_runs))
 for command in (
     runs.status, runs.history, runs.watch, runs.close, orders.drain, orders.restart, orders.resize,
     orders.exclude, orders.include, orders.excluded, orders.accuse, runs.clean, check,
-    pages.dashboard, pages.exporter, local.serve, docs.docs,
+    pages.dashboard, pages.exporter, local.serve, demo.demo, docs.docs,
 ):  # fmt: skip
     app.command()(spread(command))
 

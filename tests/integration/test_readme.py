@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,20 @@ def test_the_demo() -> None:
     assert "round" in shown.stdout
 
 
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_demo_of_the_command() -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shown = subprocess.run(
+        ["bash", "-c", block("rdzv demo")], capture_output=True, text=True, timeout=280,
+        env={**os.environ, "PATH": path},
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    for promised in re.findall(r"\d s  ([a-z ]*(?:train|starts)\b)", README.read_text()):
+        assert promised in shown.stdout
+    assert "in a world of 2" in shown.stdout
+
+
 def test_it_names_the_server_that_the_example_ran_on() -> None:
     assert block("rdzv serve") == SERVE
     assert CLEAN in block("export RDZV_BACKEND=redis")
@@ -148,6 +163,6 @@ def test_the_second_command_is_what_ci_runs() -> None:
 def test_no_command_is_left_out() -> None:
     tried = (
         "pip install", "rdzv serve", "torchrun --rdzv", "make demo", "rdzv run",
-        "export RDZV_BACKEND",
+        "export RDZV_BACKEND", "rdzv demo",
     )  # fmt: skip
     assert not [it for it in blocks() if not it.startswith(tried)]

@@ -60,7 +60,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    for name in ("rdzv_plugins", "docs"):
+    for name in ("rdzv_plugins", "docs", "examples"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     out = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(tree))
@@ -86,6 +86,7 @@ def test_it_ships_every_module_its_types_and_its_licence(wheel: Path) -> None:
     assert page <= shipped
     docs = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert {f"rdzv_plugins/cli/pages/{name}" for name in docs} <= shipped
+    assert "rdzv_plugins/cli/train.py" in shipped
     assert any(name.endswith("/LICENSE") for name in shipped)
     strangers = {name for name in shipped if not name.startswith("rdzv_plugins")}
     assert not strangers

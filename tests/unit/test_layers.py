@@ -76,6 +76,8 @@ def test_no_module_outside_stores_and_servers_knows_a_store() -> None:
         # The help comes without an import of the stores, and a test compares it with their table.
         "cli/options.py": {"BackendOption", "DEFAULT_BACKEND"},
         "cli/local.py": {"serve", "_serve_member"},
+        # It needs no server.
+        "cli/demo.py": {"_Fleet"},
         # A backend of torch's.
         "settings/parsing.py": {"_unknown"},
     }

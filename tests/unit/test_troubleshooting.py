@@ -217,6 +217,7 @@ EXPLAINS_ITSELF = (
     "a … that other hosts reach needs a password",
     "$… names '…', which is no file",
     # The server's or the agents' own log follows.
+    "… nodes did not come to train together; the agents' log:\n…",
     "… was not ready within … s:\n…",
     "… has ended:\n…",
 )
