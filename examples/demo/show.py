@@ -116,10 +116,7 @@ class Story:
             at = datetime.fromisoformat(row.at).timestamp() - self._began_by_wall_clock
             reason = _named(row.reason, fleet)
             members = _named(", ".join(member.name for member in row.members), fleet)
-            took = row.seconds.total if row.seconds is not None else 0.0
-            self._rows.append(
-                (at, f"round {row.round} formed in {took:.2f} s: {members} ({reason})")
-            )
+            self._rows.append((at, f"round {row.round} after {row.seconds}: {members} ({reason})"))
 
     def print_timeline(self) -> None:
         table = Table("after", "what happened", title="What happened", title_justify="left")

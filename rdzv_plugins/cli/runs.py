@@ -514,10 +514,10 @@ def _nodes(nodes: Sequence[NodeState], most: int, one_line: bool) -> Table:
 
 def _rounds(rows: Iterable[Row], one_line: bool = False) -> Table:
     """A table of rounds in the order of ``rows``."""
-    table = _table("round", "when (UTC)", "nodes", "formed in", "why", one_line=one_line)
+    table = _table("round", "when (UTC)", "nodes", "took", "why", one_line=one_line)
     for row in rows:
         ended = row.outcome.value if row.outcome is not None else row.phase.value
-        took = f"{row.seconds.total * 1000:,.0f} ms" if row.seconds is not None else ended
+        took = str(row.seconds) if row.seconds is not None else ended
         when = row.at[:19].replace("T", " ")
         table.add_row(str(row.round), when, str(row.nodes), took, row.reason)
     return table

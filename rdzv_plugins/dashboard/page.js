@@ -3,7 +3,7 @@
 "use strict";
 
 const CAUSES = ["lost", "failed", "left", "evicted", "drained", "excluded", "held", "joined"];
-const PHASES = ["gathering", "last_call", "confirming"];
+const PHASES = ["noticed", "stopped", "last_call", "formed"];
 const CAUSE_WORDS = { failed: "workers failed", evicted: "left out", held: "left over" };
 const NAMED = 16;
 // As the server names them; the worst comes last.
@@ -303,13 +303,17 @@ function showSizes(rows) {
 }
 
 function phasesOf(row) {
-  const { gathering, last_call, confirming } = row.seconds;
-  return { gathering: Math.max(0, gathering - last_call), last_call, confirming };
+  const { noticed = 0, gathering, last_call, confirming } = row.seconds;
+  return { noticed, stopped: Math.max(0, gathering - last_call), last_call, formed: confirming };
+}
+
+function totalOf(row) {
+  return PHASES.reduce((sum, phase) => sum + phasesOf(row)[phase], 0);
 }
 
 function showForming(rows) {
   const svg = $("forming-plot"), shape = plot(svg);
-  const totals = rows.map((row) => row.seconds.gathering + row.seconds.confirming);
+  const totals = rows.map(totalOf);
   const most = ceiling(Math.max(0.001, ...totals) * 1.02);
   const y = (value) => shape.bottom - ((shape.bottom - shape.top) * value) / most;
   const unit = most >= 1 ? "s" : "ms";
@@ -362,7 +366,7 @@ function showRow(element, row) {
   mark(round, "data-label", end ? null : "round ");
   say(when, day(row.at));
   say(nodes, end ? "" : String(row.nodes));
-  say(formed, row.seconds ? seconds(row.seconds.gathering + row.seconds.confirming) : "");
+  say(formed, row.seconds ? seconds(totalOf(row)) : "");
   const reason = end ? `${row.outcome || "closed"}: ${row.reason || ""}` : row.reason || "";
   const found = end ? [] : chips(row);
   // A row names sixteen nodes of a cause at most; its reason says how many more there are.

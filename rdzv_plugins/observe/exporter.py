@@ -131,8 +131,8 @@ class Exporter(Collector):
         for cause, number in restarts.by_cause.items():
             yield "rdzv_restarts_total", [cause], number
         formed = [row.seconds for row in rows if row.seconds is not None]
-        for name in ("gathering", "last_call", "confirming") if formed else ():
-            yield "rdzv_last_forming_seconds", [name], getattr(formed[-1], name)
+        for name, seconds in formed[-1].phases.items() if formed else ():
+            yield "rdzv_restart_seconds", [name], seconds
 
 
 def _now(

@@ -110,9 +110,10 @@ TABLE = (
         buckets=_FORMING_BUCKETS,
         text="seconds that a round took to form: gathering, from this node's request until it saw "
         "its rank, and confirming, until all nodes had seen theirs"),
-    Metric("rdzv_last_forming_seconds", MetricKind.GAUGE, By.EXPORTER, labels=("phase",),
-        text="seconds that the last round took to form: gathering with the last call, how much of "
-        "that was the last_call, and confirming"),
+    Metric("rdzv_restart_seconds", MetricKind.GAUGE, By.EXPORTER, labels=("phase",),
+        text="seconds of the last restart, until the workers start: noticed, from the last sign of "
+        "life of the lost nodes; stopped, until the others had stopped their workers; last_call; "
+        "and formed, until all had seen their ranks"),
     Metric("rdzv_round", MetricKind.GAUGE, By.BOTH, text="number of the round, as last read"),
     Metric("rdzv_round_nodes", MetricKind.GAUGE, By.BOTH,
         text="nodes that have a rank in it; 0 while it forms"),

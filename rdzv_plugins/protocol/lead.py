@@ -49,7 +49,8 @@ class Lead:
         self._bell: Version | None = None
         # The round to tidy up after, the round before it, and the seconds that it took to form.
         self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
-        # The seconds until the participants of the round were named.
+        # The seconds until the loss was noticed, and then until the participants were named.
+        self._noticed = 0.0
         self._gathered = Durations()
         # The shards of the document, and the age of the document at which they are written again.
         self._shards: Mapping[str, bytes] = {}
@@ -92,8 +93,11 @@ class Lead:
         """
         self._shards = {key: value for values in shards.values() for key, value in values.items()}
         self._shards_due = 2 * self._rules.interval
+        if before and document.round > before.round:
+            lost = before.ranks if document.cause.lost.count else ()
+            self._noticed = self._seen.longest_loss(lost) if lost else 0.0
         if document.phase is Phase.CONFIRMING:
-            self._gathered = gathered
+            self._gathered = replace(gathered, noticed=self._noticed)
         if document.excluded:
             self._carried = ()  # The document has them now.
         if before is None or before.leader != self._id:

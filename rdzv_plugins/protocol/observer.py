@@ -411,6 +411,12 @@ class Observer:
         confirmed, possible = self.liveness.longest(now)
         return max(0.0, lease + self.delays.lag - possible) if confirmed < lease else None
 
+    def longest_loss(self, nodes: Iterable[str]) -> float:
+        """Seconds since the last sign of life of these nodes, as far as they are lost."""
+        now = self._clock()
+        silent = [self.liveness.possible_silence(it, now) for it in nodes if self.is_lost(it)]
+        return max([*silent, *self.answers.awaited.values()], default=0.0)
+
     def is_lost(self, node: str) -> bool:
         """As `View.is_lost`."""
         record = self.records.get(node) if self.records else None

@@ -21,11 +21,13 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a round took, on its leader's clock.
 
     Attributes:
+        noticed: from the last sign of life of the lost nodes until the round began.
         gathering: until its participants had joined, with the last call.
         last_call: how much of that the leader waited for more nodes than the minimum.
         confirming: from then until each participant had confirmed its rank.
     """
 
+    noticed: Lasted = 0.0
     gathering: Lasted = 0.0
     last_call: Lasted = 0.0
     confirming: Lasted = 0.0
@@ -33,6 +35,26 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total(self) -> float:
         return self.gathering + self.confirming
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of a restart, in order: what the agents wait for.
+
+        In ``stopped`` the participants, or the minimum of them, stop their workers and ask again.
+        """
+        return {
+            "noticed": self.noticed,
+            "stopped": max(0.0, self.gathering - self.last_call),
+            "last_call": self.last_call,
+            "formed": self.confirming,
+        }
+
+    def __str__(self) -> str:
+        """The sum of the phases, and the phases that people notice."""
+        phases = self.phases
+        whole = f"{sum(phases.values()):.2f} s"
+        shown = [f"{name.replace('_', ' ')} {it:.1f}" for name, it in phases.items() if it >= 0.05]
+        return f"{whole}: {', '.join(shown)}" if len(shown) > 1 else whole
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -113,8 +113,8 @@ class Settings:
     node-checks.md"""
     links: bool = option(True)
     """neighbours in rank order keep connections to each other, at a port of master_port, so that
-    the others go on about a second after a process was killed, and not after its lease; a node that
-    lives is asked first. Without effect with on_outage=stop"""
+    the others notice about a second after a process was killed, and not after its lease; a node
+    that lives is asked first. Without effect with on_outage=stop"""
     rejoin_timeout: float = option(600.0, least=0.001)
     """seconds that a round waits for a live node of the last round before it starts without that
     node; a tenth of this if the other nodes fill the round; at most 0.8 x join_timeout"""

@@ -101,9 +101,10 @@ def test_it_tells_of_a_lost_node_and_of_an_outage(store: RunningStore, tmp_path:
             assert found["rdzv_nodes_waiting", "job"] == 0
             assert found["rdzv_leader_silence_seconds", "job"] < 3
             # With last_call_timeout=0.3, and three nodes allowed.
-            assert 0.25 < found["rdzv_last_forming_seconds", "job", "last_call"] < 5
-            gathering = found["rdzv_last_forming_seconds", "job", "gathering"]
-            assert gathering >= found["rdzv_last_forming_seconds", "job", "last_call"]
+            assert 0.25 < found["rdzv_restart_seconds", "job", "last_call"] < 5
+            assert 0.3 < found["rdzv_restart_seconds", "job", "noticed"] < 15
+            for phase in ("stopped", "formed"):
+                assert 0 < found["rdzv_restart_seconds", "job", phase] < 15
             why = f"run 'job': running round {job.round()}, 2 of 2..3 nodes\n"
             assert page(f"{address}/why") == why
             for name in "ac":

@@ -96,6 +96,32 @@ def test_one_that_is_killed_is_lost_at_once(crowd: Crowd, name: str) -> None:
     assert document(crowd).round == settled
 
 
+@pytest.mark.parametrize("links", [True, False], ids=["links", "lease"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_phases_of_a_restart_are_the_time_since_the_kill(
+    crowd: Crowd, name: str, links: bool
+) -> None:
+    begin(crowd)
+    member = crowd.members[name]
+    if links:
+        dies(crowd, member)
+    else:
+        member.crash()
+    took = crowd.play_until(lambda: runs_without(crowd, name), 30.0)
+    crowd.play(0.1)
+    first, second = member.archive.rows()
+    assert first.seconds is not None
+    assert second.seconds is not None
+    assert first.seconds.noticed == 0
+    phases = second.seconds.phases
+    assert (second.round, [*phases]) == (1, ["noticed", "stopped", "last_call", "formed"])
+    assert 0.05 < phases["stopped"] < 0.3  # An agent stops its workers in 0.1 s.
+    assert phases["last_call"] == pytest.approx(RULES.last_call, abs=0.05)
+    # A lost node may have beaten up to an interval before it was killed.
+    earlier = 0.0 if links else RULES.interval
+    assert took - 0.1 < sum(phases.values()) < took + earlier + 0.1
+
+
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_one_that_is_killed_before_it_confirms_its_rank(crowd: Crowd, name: str) -> None:
     for each in NAMES:
