@@ -5,10 +5,13 @@ python -m benchmarks --help
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +20,14 @@ import typer
 from rich.console import Console
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from benchmarks import first_step, plots, rendezvous, requests, startup, swarm
+from benchmarks import first_step, plots, rendezvous, requests, restart, startup, swarm
 from benchmarks.crowd import FailedError
 from benchmarks.floors import FLOORS
 from benchmarks.page import page as page_of
+from benchmarks.quotes import write_quotes
 from benchmarks.rendezvous import LIFE, TORCH_OWN, Sample, Target
 from benchmarks.results import Figure, Results, machine
+from examples.demo.agents import TORCHRUN, TrainingError
 from tests.servers import ServerError
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +55,7 @@ SCENARIOS = (
     "rest",
     "swarm",
     "first-step",
+    "restart",
     "start-up",
 )
 ENSEMBLES = ("zookeeper", "consul", "etcd-v3", "nats", "quorum")
@@ -71,6 +77,8 @@ class Plan:
         seldom: seconds between heartbeats there, by subject and number of nodes; else the default.
         life: seconds between heartbeats by number of nodes; of redis also `life_large`.
         killed: numbers of nodes; of redis also `killed_large`.
+        kills: samples of each restart; those under torchrun, and of silent hosts, have a quarter.
+        busy: processes that compute beside the second half of the restarts; 0: there is none.
         repeats: samples of each figure; those in `more` have more, by number of nodes.
     """
 
@@ -118,6 +126,8 @@ class Plan:
     requests: int = 200
     start_up: int = 10
     first_step: tuple[int, ...] = (2, 3)
+    kills: int = 20
+    busy: int = 4
     repeats: int = 5
     more: Mapping[int, int] = field(default_factory=lambda: {4096: 10})
 
@@ -130,6 +140,7 @@ QUICK = Plan(
     ensemble_of={},
     ensemble_rest={"quorum": (16,)},
     first_step=(2,),
+    kills=1,
     life={16: 0.5},
     life_large={},
     killed=(16,),
@@ -244,6 +255,35 @@ class Bench:
                     self._show("first step", subject, size, samples[subject][-1])
             for subject, taken in samples.items():
                 self._keep("first step", subject, size, taken)
+
+    def restart(self, store: str) -> None:
+        """From the kill of a node to the next step of the others."""
+        few = -(-self.plan.kills // 4)
+        with restart.Restarts(store) as restarts:
+            self._restart(store, [restarts.sample] * self.plan.kills)
+            if self.plan.busy:
+                sample = partial(restarts.sample, self.plan.busy)
+                self._restart(f"{store}, busy", [sample] * self.plan.kills)
+        if store == "redis":
+            with restart.Restarts(store, TORCHRUN) as restarts:
+                self._restart(f"{store}, torchrun", [restarts.sample] * few)
+        if store in restart.ON_HOSTS:
+            samples = restart.silent_hosts(store, few)
+            self._restart(f"{store}, silent host", [partial(next, samples)] * few)
+
+    def _restart(self, subject: str, takes: Sequence[Callable[[], Sample | None]]) -> None:
+        samples: list[Sample | None] = []
+        for take in takes:
+            sample: Sample | None = None
+            try:
+                sample = take()
+            except TrainingError as error:
+                self.console.print(f"{subject}: {error}", style="red", markup=False)
+            samples.append(sample)
+            self._show("restart", subject, restart.NODES, sample)
+            if sample is None:
+                break
+        self._keep("restart", subject, restart.NODES, samples)
 
     def start_up(self) -> None:
         """What the import costs."""
@@ -366,12 +406,16 @@ def main(
     page: Annotated[
         bool, typer.Option("--page", help="measure nothing: write the page from the results")
     ] = False,
-    subjects: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(
-        (*STORES, *FLOORS, *TORCH_OWN)
-    ),
+    subjects: Annotated[
+        str, typer.Option("--subjects", "--stores", help="comma-separated names")
+    ] = ",".join((*STORES, *FLOORS, *TORCH_OWN)),
     scenarios: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(SCENARIOS),
     nodes: Annotated[str, typer.Option(help="form rounds of these numbers of nodes only")] = "",
     repeats: Annotated[int, typer.Option(help="samples of each figure; 0: the plan's")] = 0,
+    kills: Annotated[int, typer.Option(help="of each restart; 0: the plan's")] = 0,
+    busy: Annotated[
+        int, typer.Option(help="processes that compute beside half of the restarts; 0: none")
+    ] = Plan.busy,
     processes: Annotated[
         int | None, typer.Option(help="that run the handlers; else 4 to 16, by the nodes")
     ] = None,
@@ -379,6 +423,8 @@ def main(
     output: Annotated[Path | None, typer.Option(help="folder of page, plots and results")] = None,
 ) -> None:
     """Measure, and write benchmarks.json, benchmarks.md and the plots."""
+    # The agents end with this process, also where a time limit ends it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console()
     names, parts = _listed(subjects, (*STORES, *FLOORS, *TORCH_OWN)), _listed(scenarios, SCENARIOS)
     whole = not (quick or nodes or conf) and len(names) + len(parts) == len(
@@ -391,7 +437,9 @@ def main(
     if page:
         _write(Results.read(file), folder, console)
         return
-    plan = QUICK if quick else Plan()
+    plan = _replaced(QUICK if quick else Plan(), busy=busy)
+    if kills:
+        plan = _replaced(plan, kills=kills)
     if repeats:
         plan = _replaced(plan, repeats=repeats, more={})
     if nodes:
@@ -423,7 +471,7 @@ def main(
 def _works(
     bench: Bench, names: Sequence[str], parts: Sequence[str]
 ) -> Iterable[Callable[[], None]]:
-    on_servers = [it for it in parts if it not in ("swarm", "first-step", "start-up")]
+    on_servers = [it for it in parts if it not in ("swarm", "first-step", "restart", "start-up")]
     for name in names:
         if on_servers:
             yield lambda name=name: bench.subject(name, on_servers)  # type: ignore[misc]
@@ -431,6 +479,8 @@ def _works(
             yield lambda name=name: bench.ensemble(name)  # type: ignore[misc]
         if "swarm" in parts:
             yield lambda name=name: bench.swarm(name)  # type: ignore[misc]
+        if "restart" in parts and name in restart.STORES:
+            yield lambda name=name: bench.restart(name)  # type: ignore[misc]
     if "first-step" in parts:
         yield bench.first_step
     if "start-up" in parts:
@@ -452,6 +502,8 @@ def _write(results: Results, folder: Path, console: Console) -> None:
     (folder / "benchmarks.md").write_text(page_of(results), encoding="utf-8")
     for file in (folder / "benchmarks.md", *plots.write(results, folder)):
         console.print(f"wrote {file}")
+    if folder == DOCS:
+        write_quotes(results, ROOT)
 
 
 if __name__ == "__main__":

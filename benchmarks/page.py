@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from benchmarks import restart
 from benchmarks.plots import PLOTS
 from benchmarks.rendezvous import KILLED, LIFE
 from benchmarks.results import Figure, Machine, Results
@@ -29,6 +30,7 @@ def page(results: Results) -> str:
         *_rest(results),
         *_swarm(results),
         *_first_step(results),
+        *_restart(results),
         *_start_up(results),
         *_limits(results),
     ]
@@ -228,6 +230,27 @@ def _first_step(results: Results) -> list[str]:
     ]
     head = ["backend", "N", "workers begin, s", "first step, s"]
     return _section("From the start of the agents", text, head, rows)
+
+
+def _restart(results: Results) -> list[str]:
+    text = (
+        "What you wait for after a loss: seconds from the kill of one of three nodes, with its "
+        "worker, until all others have taken their next step. Each node is a real agent, as in "
+        "README's example (`--nnodes=2:3`, `last_call_timeout=1`, three members of the quorum), "
+        "whose worker imports torch and then all-reduces over gloo every 50 ms. *busy*: four "
+        "processes compute beside them. *torchrun*: under torchrun, not `rdzv run`. *silent host*: "
+        "its network falls silent too, as where it loses power, so that the lease of 15 s decides. "
+        "The phases add up: the loss is *noticed*; all others have *stopped* their workers; the "
+        "*last call* waits for a replacement; the round is *formed*; the new workers have "
+        "*started*, which is mostly the import of torch, and have met; their *first step*."
+    )
+    rows = [
+        [it.subject, *(_cell(results.get(it.scenario, it.subject, it.nodes, name), _seconds)
+            for name in (restart.TOTAL, *restart.PHASES))]
+        for it in results.of("restart", restart.TOTAL)
+    ]  # fmt: skip
+    head = ["store", "kill to next step", *restart.PHASES]
+    return _section("From a kill to the next step", text, head, rows)
 
 
 def _start_up(results: Results) -> list[str]:

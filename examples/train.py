@@ -22,7 +22,7 @@ for step in range(saved["step"] + 1, STEPS + 1):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if dist.get_rank() == 0 and step % 20 == 0:
+    if dist.get_rank() == 0 and (step % 20 == 0 or step == saved["step"] + 1):
         torch.save({"step": step, "model": model.state_dict()}, f"{checkpoint}.part")
         os.replace(f"{checkpoint}.part", checkpoint)
         print(f"step {step} in a world of {dist.get_world_size()}, loss {loss:.4f}", flush=True)

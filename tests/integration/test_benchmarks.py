@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import rendezvous
+from benchmarks.restart import PHASES, TOTAL, Restarts
 from benchmarks.startup import measure
 from benchmarks.swarm import Swarm
 from tests import servers
@@ -55,6 +56,14 @@ def test_handlers_form_grow_leave_and_lose_nodes() -> None:
         # Longer than an interval: a node that rests sends nothing between two heartbeats.
         [window] = rendezvous.rest(target, 2, 1, 60.0, 1, 6.0)
         assert window["bytes a node and s"] > 0
+
+
+@pytest.mark.full
+def test_the_phases_that_a_run_tells_are_those_of_a_restart() -> None:
+    with Restarts("redis") as restarts:
+        sample = restarts.sample()
+    assert sample["as told"] == pytest.approx(sample[TOTAL], rel=0.05)
+    assert sum(sample[it] for it in PHASES) == pytest.approx(sample[TOTAL])
 
 
 def test_a_proxy_counts_the_bytes_of_a_round() -> None:

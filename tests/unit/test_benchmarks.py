@@ -13,9 +13,14 @@ from benchmarks.__main__ import STORES, Plan
 from benchmarks.crowd import World, shares
 from benchmarks.floors import FLOORS
 from benchmarks.page import page
+from benchmarks.quotes import quoted, quoting_pages
 from benchmarks.rendezvous import KILLED, LIFE, TORCH_OWN
+from benchmarks.restart import PHASES, TOTAL, split
 from benchmarks.results import Figure, Machine, Results
 from benchmarks.usage import Usage
+from rdzv_plugins.observe.history import Row
+from rdzv_plugins.protocol.documents import Phase
+from rdzv_plugins.protocol.round_record import Durations
 
 MACHINE = Machine(
     cores=2,
@@ -46,6 +51,7 @@ def results() -> Results:
         Figure.of("rest", "redis", 64, "server us a node and s", [21.5]),
         Figure.of("swarm", "redis", 10_000, "s", [10.0]),
         Figure.of("swarm", "redis", 10_000, "server s", [4.0]),
+        *(Figure.of("restart", "redis, busy", 3, it, [4.56, 6.12]) for it in (TOTAL, *PHASES)),
         Figure.of("start-up", "torch.distributed.elastic", 1, "ms without", [20.0]),
         Figure.of("start-up", "torch.distributed.elastic", 1, "ms more", [1.5, 2.5]),
     ]
@@ -79,6 +85,7 @@ def test_the_page_has_a_table_of_each_scenario() -> None:
         "| redis | 1024 | 17,800 (17,800 to 17,800) | - | - | 1.8 (1.8 to 1.8) |",
         "| redis | 64 | 0.700 (0.700 to 0.700) | 0.700 (0.700 to 0.700) | 0.700 (0.700 to 0.700) |",
         "| redis | 64 | 276 (276 to 276) | 21.5 (21.5 to 21.5) |",
+        f"| redis, busy |{' 5.34 (4.56 to 6.12) |' * 7}",
     ):
         assert line in text.splitlines()
     assert "| one round of 1,024 nodes, against the least program | 1.20 x |" in text
@@ -174,3 +181,39 @@ def test_a_world_is_whole_if_it_is_one_with_all_ranks() -> None:
 def test_usage_counts_bytes_where_the_server_does() -> None:
     assert Usage(3.0, 500).since(Usage(1.0, 200)) == Usage(2.0, 300)
     assert Usage(3.0).since(Usage(1.0)) == Usage(2.0)
+
+
+def test_the_phases_of_a_restart_add_up() -> None:
+    def row(second: str, **seconds: float) -> Row:
+        return Row(
+            incarnation="a", round=1, phase=Phase.RUNNING, nodes=2, seconds=Durations(**seconds),
+            at=f"1970-01-01T00:01:{second}+00:00",
+        )  # fmt: skip
+
+    rows = [
+        row("02", noticed=0.4, gathering=1.2, confirming=0.3),
+        row("04", gathering=1.5, last_call=1.0),
+    ]
+    sample = split(at=10.0, wall=60.0, rows=rows, resumed=17.0, stepped=17.5)
+    expected = dict(zip(PHASES, (0.5, 2.5, 1.0, 0.0, 3.0, 0.5), strict=True))
+    assert sample == pytest.approx({TOTAL: 7.5, **expected, "as told": 6.9, "rounds": 2})
+    assert sum(expected.values()) == sample[TOTAL]
+
+
+def test_a_quoted_figure_is_the_one_that_was_measured() -> None:
+    key = "restart; redis, busy; 3; kill to step"
+    stale = f"after <!-- {key} -->1 s<!-- --> (<!-- {key}; spread -->?<!-- -->)"
+    shown = f"after <!-- {key} -->5.3 s<!-- --> (<!-- {key}; spread -->4.6 to 6.1 s<!-- -->)"
+    assert quoted(results(), stale) == quoted(results(), shown) == shown
+    with pytest.raises(LookupError, match="redis, calm"):
+        quoted(results(), stale.replace("busy", "calm"))
+
+
+def test_the_pages_quote_the_stored_figures() -> None:
+    root = Path(__file__).parents[2]
+    stored = Results.read(root / "docs" / "benchmarks.json")
+    pages = quoting_pages(root)
+    assert root / "README.md" in pages
+    for file in pages:
+        text = file.read_text(encoding="utf-8")
+        assert text == quoted(stored, text), f"{file}: python -m benchmarks --page renews it"
