@@ -144,9 +144,9 @@ def test_the_demo_of_the_command() -> None:
         env={**os.environ, "PATH": path},
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
-    for promised in re.findall(r"\d s  ([a-z ]*(?:train|starts)\b)", README.read_text()):
-        assert promised in shown.stdout
-    assert "in a world of 2" in shown.stdout
+    promised = re.findall(r"\d s  (\w+ (?:agents|nodes) .*?train)\b", README.read_text())
+    assert len(promised) == 3
+    assert [it for it in (*promised, "in a world of 2") if it not in shown.stdout] == []
 
 
 def test_it_names_the_server_that_the_example_ran_on() -> None:
