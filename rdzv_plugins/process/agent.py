@@ -38,8 +38,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistError, DistStoreError, run
@@ -58,8 +59,10 @@ from rdzv_plugins.kv import Attempts, exhausted
 from rdzv_plugins.process.guard import Guard
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.process.stopping import stop
+from rdzv_plugins.process.warm import Standbys
 from rdzv_plugins.process.worker import VARIABLE
 from rdzv_plugins.stores import is_store
+from rdzv_plugins.torch.torchrun import parse
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +97,12 @@ class RunAgent(LocalElasticAgent):
     _failure: RunResult | None = None
     _guard: Guard | None = None
 
+    def __init__(self, *args: Any, standbys: Standbys | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._standbys = standbys
+        if standbys is not None:
+            standbys.attend(self._worker_group.spec)
+
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         handler = self._worker_group.spec.rdzv_handler
         if isinstance(handler, StoreRendezvousHandler):
@@ -102,6 +111,8 @@ class RunAgent(LocalElasticAgent):
             result: RunResult = super().run(role)
             return result
         finally:
+            if self._standbys is not None:
+                self._standbys.close()
             if self._guard is not None:
                 self._guard.stop()
 
@@ -109,9 +120,13 @@ class RunAgent(LocalElasticAgent):
         self._failure = None
         self._guard = guard = self._guard or Guard()
         guard.start()
+        if self._standbys is not None:
+            # They become workers before this process knows their ranks.
+            guard.watch(self._standbys.pids)
         if (handed_down := os.environ.get(VARIABLE)) is not None:
             guard.expect(VARIABLE, handed_down)
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        with self._standbys.starting() if self._standbys is not None else nullcontext():
+            started: dict[int, Any] = super()._start_workers(worker_group)
         guard.watch(started.values())
         self._stop_all_that_workers_start(guard)
         return started
@@ -153,6 +168,8 @@ class RunAgent(LocalElasticAgent):
         """
         if self._guard is not None:
             self._guard.renew()
+        if self._standbys is not None:
+            self._standbys.renew()
         handler = worker_group.spec.rdzv_handler
         # Keep the first result: stopping the remaining workers changes later results.
         result = self._failure or super()._monitor_workers(worker_group)
@@ -347,15 +364,22 @@ def torchrun(arguments: Sequence[str]) -> None:
     Raises what torchrun's does: `ChildFailedError` if workers failed, `SignalException`,
     `SystemExit`, and the errors of a rendezvous.
     """
-    options = run.parse_args(arguments)  # type: ignore[no-untyped-call]
+    options = parse(arguments)
     if hasattr(options, "signals_to_handle"):
         options.signals_to_handle = _without_ignored(options.signals_to_handle)
     # As in torchrun's main function, which takes only unparsed arguments.
     launch = record(run.run)
-    if options.standalone or not is_store(options.rdzv_backend):
+    is_ours = not options.standalone and is_store(options.rdzv_backend)
+    if options.warm and (options.no_python or options.run_path or not is_ours):
+        log.warning(
+            "--warm has no effect with --no-python, --run-path, --standalone and torch's backends"
+        )
+        options.warm = False
+    if not is_ours:
         launch(options)
         return
-    with _in_the_place_of_torchs_agent():
+    modules = ["torch", *filter(None, options.preload.split(","))]
+    with _in_the_place_of_torchs_agent(Standbys(modules) if options.warm else None):
         launch(options)
 
 
@@ -369,9 +393,10 @@ def _without_ignored(names: str) -> str:
 
 
 @contextmanager
-def _in_the_place_of_torchs_agent() -> Iterator[None]:
+def _in_the_place_of_torchs_agent(standbys: Standbys | None) -> Iterator[None]:
     # The launcher has no parameter for the agent's class, and looks it up by this name.
-    before, api.LocalElasticAgent = api.LocalElasticAgent, RunAgent  # type: ignore[attr-defined]
+    ours: Any = RunAgent if standbys is None else partial(RunAgent, standbys=standbys)
+    before, api.LocalElasticAgent = api.LocalElasticAgent, ours  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -147,7 +147,7 @@ def _main() -> None:
             workers, entry = [int(word) for word in line.split()], b""
     for look in range(_LOOKS if entry or workers else 0):
         time.sleep(_PAUSE * min(look, 1))
-        for pid in processes(_started_with(entry) if entry else workers):
+        for pid in processes([*workers, *(_started_with(entry) if entry else ())]):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
     for folder in sys.argv[1:]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 
@@ -65,6 +66,30 @@ def idle_arguments() -> list[str]:
     ]
 
 
+def parse(arguments: Sequence[str]) -> Namespace:
+    """The options of `rdzv run`: torchrun's, and its own."""
+    from torch.distributed.argparse_util import check_env, env
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    own = parser.add_argument_group("options of rdzv run, which torchrun does not have")
+    own.add_argument(
+        "--warm",
+        action=check_env,
+        help="keep one process for each worker in which torch is imported already, so that the "
+        "workers of the next round start in milliseconds",
+    )
+    own.add_argument(
+        "--preload",
+        action=env,
+        default="",
+        metavar="MODULE,...",
+        help="with --warm: what those processes import after torch; it must not use a GPU",
+    )
+    parsed: Namespace = parser.parse_args(arguments)
+    return parsed
+
+
 def _arguments() -> Namespace | None:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     is_torchrun = Path(sys.argv[0]).name == "torchrun" or (spec and spec.name == _MODULE)
@@ -74,7 +99,7 @@ def _arguments() -> Namespace | None:
     from torch.distributed.run import parse_args
 
     try:
-        parsed: Namespace = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
+        parsed: Namespace = (parse if sys.argv[0] == OURS else parse_args)(sys.argv[1:])
     except SystemExit:
         return None  # A program of that name, with arguments of its own.
     return parsed

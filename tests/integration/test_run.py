@@ -436,3 +436,4 @@ def test_help_is_torchruns() -> None:
     assert shown.stdout.startswith("usage: rdzv run ")
     assert "--rdzv-backend" in shown.stdout
     assert "training_script" in shown.stdout
+    assert "--warm" in shown.stdout

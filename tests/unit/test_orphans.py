@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,10 @@ def live(pid: int) -> bool:
         return False
 
 
+def has_ended(pid: int) -> bool:
+    return not live(pid)
+
+
 @pytest.mark.parametrize("end", ["kill", "stop", "forget", "renew"])
 def test_what_was_named_last_ends_with_the_agent(end: str) -> None:
     program = [sys.executable, "-c", AGENT, end]
@@ -75,7 +80,8 @@ import os, subprocess, sys
 from rdzv_plugins.process.guard import Guard
 guard = Guard()
 guard.start()
-guard.watch([])
+standby = subprocess.Popen(["sleep", "600"], start_new_session=True)
+guard.watch([standby.pid])
 value = f"one {os.getpid()}"
 guard.expect("ROUND", value)
 environ = {**os.environ, "ROUND": value}
@@ -84,7 +90,7 @@ environ["ROUND"] = f"{value} and more"
 other = subprocess.Popen(["sleep", "600"], start_new_session=True, env=environ)
 if sys.argv[1] == "named":
     guard.watch([])
-print(mine.pid, other.pid, flush=True)
+print(mine.pid, standby.pid, other.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -94,13 +100,14 @@ def test_workers_end_with_an_agent_that_is_killed_before_it_has_named_them(when:
     program = [sys.executable, "-c", STARTING, when]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         assert agent.stdout is not None
-        mine, other = map(int, agent.stdout.readline().split())
+        mine, standby, other = map(int, agent.stdout.readline().split())
         try:
             agent.kill()
-            assert until(lambda: not live(mine), 3 if when == "named" else 10) is (
-                when == "starting"
-            )
+            for pid in (mine, standby):
+                assert until(partial(has_ended, pid), 3 if when == "named" else 10) is (
+                    when == "starting"
+                )
             assert live(other)
         finally:
-            for pid in filter(live, (mine, other)):
+            for pid in filter(live, (mine, standby, other)):
                 os.kill(pid, signal.SIGKILL)

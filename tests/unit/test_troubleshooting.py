@@ -29,6 +29,7 @@ EXPLAINS_ITSELF = (
     "…: name others with ports=..., or in the endpoint",
     # The command line and the options.
     "resize_now() could not tell the agent that newcomers may come (…): the training goes on",
+    "--warm has no effect with --no-python, --run-path, --standalone and torch's backends",
     "--rdzv-id is empty: give the run an id",
     "--rdzv-id …: ids that begin with '…' are reserved for what rdzv-plugins keeps",
     "--rdzv-id …: control characters, and bytes that are no UTF-8, are not allowed",
