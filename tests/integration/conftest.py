@@ -13,6 +13,7 @@ import redis
 
 from tests.integration.stores import KINDS, LONG, Kind, RunningStore, running, started
 from tests.integration.torchrun import Begin, runs
+from tests.integration.wheels import build
 
 # On which stores `make test` runs the tests of a file. Of other files it runs those of
 # `running_store` on redis, and the others on each store. `make test-all` runs all of them.
@@ -100,6 +101,12 @@ def redis_admin(redis_server: RunningStore) -> Iterator[Any]:
     client: Any = redis.Redis(*redis_server.address)
     yield client
     client.close()
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as users get it. Its tests are in the group "wheel", so that it is built once."""
+    return build(tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture

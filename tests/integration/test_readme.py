@@ -24,9 +24,7 @@ from tests.integration.readme import (
     block,
     blocks,
 )
-from tests.integration.test_wheel import pip, wheel
-
-__all__ = ["wheel"]
+from tests.integration.wheels import pip
 
 ROOT = README.parent
 
@@ -100,6 +98,7 @@ def test_torchrun_takes_the_same_arguments(tmp_path: Path) -> None:
     assert "round 0: rank 0 of 1" in saw["shown"]
 
 
+@pytest.mark.xdist_group("wheel")
 @pytest.mark.parametrize(
     ("extras", "brought"), [("quorum", None), ("redis,embedded", "redis[hiredis]")]
 )

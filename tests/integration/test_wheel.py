@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from rdzv_plugins.stores import STORES
+from tests.integration.wheels import ROOT, pip
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("wheel")
 
 # Runs with nothing of the checkout on its path; argv is where the wheel is, then backends.
 CHECK = """
@@ -52,26 +52,6 @@ for backend in backends:
         raise AssertionError(f"{backend} took an option that does not exist")
 print("checked")
 """
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy: a build leaves traces in its tree."""
-    tree = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    for name in ("rdzv_plugins", "docs", "examples"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    out = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(tree))
-    (built,) = out.glob("rdzv_plugins-*-py3-none-any.whl")
-    return built
-
-
-def pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
 
 
 PAGE = ("page.html", "page.css", "page.js", "icon.svg")

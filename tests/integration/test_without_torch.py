@@ -24,9 +24,7 @@ from rdzv_plugins.cli import app
 from rdzv_plugins.testing.threads import Background
 from tests import servers
 from tests.integration.test_cli import form
-from tests.integration.test_wheel import pip, wheel
-
-__all__ = ["wheel"]
+from tests.integration.wheels import pip
 
 pytestmark = pytest.mark.xdist_group("wheel")
 
