@@ -10,7 +10,7 @@ no node. A node that may read sees for itself whether the others go on. If the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from enum import StrEnum
 
 from rdzv_plugins.protocol.rules import Rules
@@ -30,7 +30,11 @@ class Standing(StrEnum):
 class Contact:
     """Since when the store has accepted no heartbeat of this node, and why.
 
-    Another thread may read it. ``fails``: a request has failed since the last accepted heartbeat.
+    Another thread may read it.
+
+    Attributes:
+        fails: a request has failed since the last accepted heartbeat.
+        cut_off: why this node stopped its workers; empty: the store has accepted a heartbeat since.
     """
 
     def __init__(self, rules: Rules, clock: Callable[[], float]) -> None:
@@ -42,6 +46,9 @@ class Contact:
         self._longest = 0.0
         self._stopped: float | None = None
         self.fails = False
+        self.cut_off = ""
+        # The kinds of lines that the log has since the last accepted heartbeat.
+        self._told: set[str] = set()
         # Since when the store may accept others; None: by the links none; -inf: another node is
         # lost.
         self._apart: float | None = clock()
@@ -51,6 +58,8 @@ class Contact:
         if self._stopped is None:
             self._longest = max(self._longest, sent - self._accepted)
         self._accepted, self._denied, self.fails = sent, None, False
+        self.cut_off = ""
+        self._told.clear()
 
     def denied(self) -> None:
         """Note that the store answered, and refuses this node."""
@@ -108,7 +117,7 @@ class Contact:
         return since_long and now - self._accepted >= self._rules.lease
 
     @property
-    def is_refused_with_all(self) -> bool:
+    def _is_refused_with_all(self) -> bool:
         """Whether the store refused this node for its lease, and by the links refuses all nodes."""
         over = self._clock() - self._accepted >= self._rules.lease
         return over and self._denied is not None and self._apart is None
@@ -119,8 +128,28 @@ class Contact:
         since_long = denied is not None and self._clock() - denied >= self._rules.interval
         return since_long and self.is_alone
 
+    def stop_workers(self) -> None:
+        """Note that the workers are to stop, because this node takes itself for lost."""
+        self.cut_off = self._why
+
+    def news(self, at_work: bool, patience: float, error: Exception) -> Iterator[tuple[str, str]]:
+        """Lines for the log, each once, by their kind; ``patience``: seconds of a join."""
+        if self.cut_off and "cut off" not in self._told:
+            yield (
+                "cut off",
+                f"the others may go on without this node, so its agent stops the workers: "
+                f"{self.cut_off}; then it asks for a round again, for {patience:g} s ({error})",
+            )
+            self._told.add("cut off")
+        if at_work and self._is_refused_with_all and "refused" not in self._told:
+            yield (
+                "refused",
+                "the store refuses all nodes, as they say over their links: training goes on",
+            )
+            self._told.add("refused")
+
     @property
-    def why(self) -> str:
+    def _why(self) -> str:
         """Why this node takes itself for lost, for people."""
         lease, limit = self._rules.lease, self._rules.outage_limit
         if self._is_refused_alone:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rdzv_plugins.protocol.documents import RoundDocument
+from rdzv_plugins.protocol.contact import Contact
+from rdzv_plugins.protocol.documents import RoundDocument, Status
+from rdzv_plugins.protocol.heartbeat import Heartbeat
+from rdzv_plugins.protocol.observer import Observer
 
 # Tell a changed sentence once it has stood this long, not at each step of a forming round.
 _SETTLED_SECONDS = 1.0
@@ -62,8 +65,18 @@ class Join:
         news: a line for the log, once the record that asks for a round has been written.
     """
 
-    def __init__(self, timeout: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        orders: Orders,
+        timeout: float,
+        clock: Callable[[], float],
+        seen: Observer,
+        heartbeat: Heartbeat,
+        contact: Contact,
+    ) -> None:
+        self._orders = orders
         self._timeout, self._clock = timeout, clock
+        self._seen, self._heartbeat, self._contact = seen, heartbeat, contact
         self.waits = False
         self.asked_at = self.deadline = 0.0
         self.given: RoundDocument | None = None
@@ -72,11 +85,61 @@ class Join:
         self.news = ""
         self.pace = Pace(clock())
 
-    def begin(self, waited: float, news: str) -> None:
-        """Ask for a round; ``waited``: seconds of the time-out that are over already."""
+    def take_orders(self) -> bool:
+        """Change the record as the agent has ordered; returns whether a join begins."""
+        orders, heartbeat = self._orders, self._heartbeat
+        record = heartbeat.record
+        if orders.unfit is not None:
+            reason, orders.unfit = orders.unfit, None
+            heartbeat.amend(status=Status.LEFT, unfit=reason, master=None)
+            self.waits = False
+            if heartbeat.record != record:
+                # Ring only for the first reason; the leader sees later ones at its next listing.
+                heartbeat.require(rings=not record.is_unfit)
+        if begins := orders.join:
+            orders.join = False
+            self._begin()
+        if orders.done:
+            orders.done = False
+            if self._is_at_work:
+                # No node waits for this, so do not ring the bell.
+                heartbeat.change(status=Status.DONE)
+        if orders.growth:
+            orders.growth = False
+            if self._is_at_work:
+                heartbeat.change(rings=True, may_grow=True)
+        return begins
+
+    @property
+    def _is_at_work(self) -> bool:
+        return self._heartbeat.record.status is Status.RUN and not self.waits
+
+    def _begin(self) -> None:
+        """Ask for a round."""
+        orders, label, contact = self._orders, self._heartbeat.record.label, self._contact
         self.waits, self.asked_at = True, self._clock()
-        self.deadline = self.asked_at + max(0.0, self._timeout - waited)
-        self.news, self.pace = news, Pace(self.asked_at)
+        self.deadline = self.asked_at + max(0.0, self._timeout - orders.waited)
+        self.pace = Pace(self.asked_at)
+        if self.given is None:
+            record = self._heartbeat.record
+            self.news = f"joined as {label}, --nnodes={record.min_nodes}:{record.max_nodes}"
+        else:
+            why = "its workers failed" if orders.failed else "its round is over"
+            why = f"it was cut off: {contact.cut_off}" if contact.cut_off else why
+            self.news = f"{label} asks for the next round: {why}"
+        self._heartbeat.change(
+            rings=True,
+            status=Status.JOIN,
+            master=None,
+            hosts=True,
+            failed=orders.failed,
+            may_grow=False,
+            unfit="",
+            suspect=self.suspect,
+        )
+        # A node that joins again may have lost the leader: read it now, not an interval later.
+        self._seen.read_again(document=True, leader=self.given is not None)
+        contact.workers_stopped()
 
     def start_over(self) -> None:
         """Restart the time-out: a spare waits for as long as a round lasts."""

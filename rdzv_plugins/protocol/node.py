@@ -130,8 +130,8 @@ class Node:
         self._seen = seen = Observer(node_id, rules, clock)
         self._contact = Contact(rules, clock)
         self._orders = Orders()
-        self._join = Join(join_timeout, clock)
         self._heartbeat = Heartbeat(node_id, record, rules, clock, chance, wall, seen)
+        self._join = Join(self._orders, join_timeout, clock, seen, self._heartbeat, self._contact)
         self._lead = Lead(node_id, rules, clock, wall, seen, self._heartbeat)
         self._master = Master(rules.lease, clock)
         self._neighbours = Neighbours(
@@ -140,10 +140,6 @@ class Node:
         self._network = NetworkCheck(node_id, rules.lease, clock, seen.read_record)
         # The store refused a request of this node, so the node reads before it beats again.
         self._reads_first = False
-        # Why this node last stopped its workers; empty: the store has accepted a heartbeat since.
-        self._cut_off = ""
-        # Whether the log says that this node is cut off, and that the store refuses all nodes.
-        self._told_to_stop = self._told_of_all = False
         # The document by which `_waiting` was last computed.
         self._judged: RoundDocument | None = None
         # Why this node's workers or agent failed, so that the node leaves.
@@ -186,7 +182,7 @@ class Node:
         if not contact.fails:
             return Standing.ACCEPTED
         is_over = document is not None and document.world_id != self._neighbours.linked_to
-        is_lost = is_over or self._cut_off or contact.is_alone or contact.others_are_lost
+        is_lost = is_over or contact.cut_off or contact.is_alone or contact.others_are_lost
         return Standing.LOST if is_lost else Standing.CUT_OFF
 
     @property
@@ -399,7 +395,6 @@ class Node:
             self._seen.answered()
             if isinstance(request, PutRecord):
                 self._contact.accepted(asked)
-                self._cut_off, self._told_to_stop, self._told_of_all = "", False, False
             elif isinstance(request, Read):
                 self._contact.sees()
         elif isinstance(error, RendezvousConnectionError):
@@ -488,55 +483,11 @@ class Node:
         return self.record.status is not Status.LEFT or self.record.is_unfit
 
     def _take_orders(self) -> None:
-        orders, record, heartbeat = self._orders, self.record, self._heartbeat
         self._neighbours.take_up_others()
-        if orders.unfit is not None:
-            reason, orders.unfit = orders.unfit, None
-            heartbeat.amend(status=Status.LEFT, unfit=reason, master=None)
-            self._join.waits = False
-            if self.record != record:
-                # Ring only for the first reason; the leader sees later ones at its next listing.
-                heartbeat.require(rings=not record.is_unfit)
-        if orders.join:
-            orders.join = False
-            self._begin_join()
-        runs = self.record.status is Status.RUN and not self._join.waits
-        if orders.done:
-            orders.done = False
-            if runs:
-                # No node waits for this, so do not ring the bell.
-                heartbeat.change(status=Status.DONE)
-        if orders.growth:
-            orders.growth = False
-            if runs and self.record.status is Status.RUN:
-                heartbeat.change(rings=True, may_grow=True)
-
-    def _begin_join(self) -> None:
-        orders, join = self._orders, self._join
-        self._cut_off = self._cut_off or (self._contact.why if self.is_cut_off else "")
-        if join.given is None:
-            nnodes = f"{self._rules.min_nodes}:{self._rules.max_nodes}"
-            news = f"joined as {self.record.label}, --nnodes={nnodes}"
-        else:
-            why = "its workers failed" if orders.failed else "its round is over"
-            why = f"it was cut off: {self._cut_off}" if self._cut_off else why
-            news = f"{self.record.label} asks for the next round: {why}"
-        join.begin(orders.waited, news)
-        self._heartbeat.change(
-            rings=True,
-            status=Status.JOIN,
-            master=None,
-            hosts=True,
-            failed=orders.failed,
-            may_grow=False,
-            unfit="",
-            suspect=join.suspect,
-        )
-        self._fresh = self._new_incarnation()
-        # A node that joins again may have lost the leader: read it now, not an interval later.
-        self._seen.read_again(document=True, leader=join.given is not None)
-        self._waiting = 0
-        self._contact.workers_stopped()
+        if self._orders.join and self.is_cut_off and not self._contact.cut_off:
+            self._contact.stop_workers()
+        if self._join.take_orders():
+            self._fresh, self._waiting = self._new_incarnation(), 0
 
     def _new_incarnation(self) -> str:
         return f"{self._chance.getrandbits(64):016x}"
@@ -849,21 +800,9 @@ class Node:
             self._heartbeat.amend(status=Status.LEFT)
             yield from FinishJoin(JoinOutcome(error=error))
         if self.is_cut_off:
-            self._cut_off = self._contact.why
-        if self._cut_off and not self._told_to_stop:
-            self._told_to_stop = True
-            yield from Tell(
-                "cut off",
-                f"the others may go on without this node, so its agent stops the workers: "
-                f"{self._cut_off}; then it asks for a round again, for {self._join_timeout:g} s "
-                f"({error})",
-            )
-        if self._is_at_work and self._contact.is_refused_with_all and not self._told_of_all:
-            self._told_of_all = True
-            yield from Tell(
-                "refused",
-                "the store refuses all nodes, as they say over their links: training goes on",
-            )
+            self._contact.stop_workers()
+        for about, text in self._contact.news(self._is_at_work, self._join_timeout, error):
+            yield from Tell(about, text)
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
         pause *= 0.5 + 0.5 * self._chance.random()
         yield from Rest(pause)
