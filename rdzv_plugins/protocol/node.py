@@ -4,7 +4,7 @@
 only carries out requests: `process/driver.py` on a store, the simulator on virtual time.
 
 A turn reads (`Observer`), decides (`decide`) and acts. Parts with a state of their own are
-`Heartbeat`, `Join`, `Lead`, `Master`, `Neighbours`, `NetworkCheck` and `Contact`.
+`Heartbeat`, `Join`, `Writer`, `Lead`, `Master`, `Neighbours`, `NetworkCheck` and `Contact`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.sealed import ForeignValueError
 from rdzv_plugins.protocol import rules, words
-from rdzv_plugins.protocol.cleanup import close_run, let_expire
 from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
@@ -29,7 +28,6 @@ from rdzv_plugins.protocol.documents import (
     CorruptDocumentError,
     Found,
     NodeRecord,
-    Outcome,
     Phase,
     RoundDocument,
     SealedRunError,
@@ -38,7 +36,6 @@ from rdzv_plugins.protocol.documents import (
 from rdzv_plugins.protocol.effects import (
     LOCAL,
     Begin,
-    CompareAndSet,
     DialPeer,
     Drop,
     Effects,
@@ -48,12 +45,8 @@ from rdzv_plugins.protocol.effects import (
     OpenMaster,
     Park,
     PutRecord,
-    PutShards,
     Read,
-    ReadTombstone,
-    Register,
     Rest,
-    Ring,
     Tell,
 )
 from rdzv_plugins.protocol.heartbeat import Heartbeat
@@ -64,11 +57,10 @@ from rdzv_plugins.protocol.neighbours import Neighbours
 from rdzv_plugins.protocol.network_check import NetworkCheck
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.remarks import remarks
-from rdzv_plugins.protocol.roster import apart, shards_of
-from rdzv_plugins.protocol.round_record import Durations, record_of
 from rdzv_plugins.protocol.rules import Failure
 from rdzv_plugins.protocol.situation import nodes_waiting, waits_for_a_living_round
 from rdzv_plugins.protocol.wall_clock import shown
+from rdzv_plugins.protocol.writer import Writer
 
 # A node makes its links this long after it has confirmed its rank if the round does not run by
 # then, because it may wait for a node that has died in the meantime.
@@ -101,10 +93,6 @@ class Node:
             the round for which it waits has ended.
         chance: the source of its random share and of incarnations.
         wall: as `View.wall`.
-
-    Attributes:
-        closing: this node is closing the run. Do not stop it now: the first step ends all agents,
-            and only a later step makes the run's keys expire.
     """
 
     def __init__(
@@ -118,7 +106,6 @@ class Node:
         wall: Callable[[], float],
     ) -> None:
         self.id = node_id
-        self.closing = False
         self._rules = rules
         self._join_timeout = join_timeout
         self._clock = clock
@@ -126,13 +113,16 @@ class Node:
         self._wall = wall
         # The answer of ``num_nodes_waiting()`` unless this node is cut off.
         self._waiting = 0
-        self._share, self._fresh = chance.random(), ""
+        self._share = chance.random()
         self._seen = seen = Observer(node_id, rules, clock)
         self._contact = Contact(rules, clock)
         self._orders = Orders()
         self._heartbeat = Heartbeat(node_id, record, rules, clock, chance, wall, seen)
         self._join = Join(self._orders, join_timeout, clock, seen, self._heartbeat, self._contact)
         self._lead = Lead(node_id, rules, clock, wall, seen, self._heartbeat)
+        self._writer = Writer(
+            node_id, rules, clock, chance, wall, seen, self._heartbeat, self._join, self._lead
+        )
         self._master = Master(rules.lease, clock)
         self._neighbours = Neighbours(
             node_id, rules, clock, seen, self._heartbeat, self._join, self._contact
@@ -153,6 +143,13 @@ class Node:
     def record(self) -> NodeRecord:
         """The node's own record, as of its next heartbeat."""
         return self._heartbeat.record
+
+    @property
+    def closing(self) -> bool:
+        """Whether this node is closing the run. Do not stop it now: the first step ends all agents,
+        and only a later step makes the run's keys expire.
+        """
+        return self._writer.closing
 
     @property
     def document(self) -> RoundDocument | None:
@@ -346,18 +343,7 @@ class Node:
             failed=bool(self._failure),
         )
         yield from PutRecord(self.id, self.record, ring=True)
-        for _ in range(3):
-            entry = yield from Read(STATE_KEY)
-            try:
-                yield from self._seen.adopt(entry)
-            except RendezvousStateError:
-                return  # This node does not lead a run of another version.
-            document = self.document
-            if document is None or document.leader != self.id or document.closed:
-                return
-            if (yield from self._write(replace(document, leader=None))):
-                yield from self._lead.set_deadline()
-                return
+        yield from self._writer.leave_the_lead()
 
     def _timed(self, steps: Effects[None]) -> Effects[None]:
         """Carry out ``steps``; note how long the node pauses, and what the store answers."""
@@ -487,10 +473,8 @@ class Node:
         if self._orders.join and self.is_cut_off and not self._contact.cut_off:
             self._contact.stop_workers()
         if self._join.take_orders():
-            self._fresh, self._waiting = self._new_incarnation(), 0
-
-    def _new_incarnation(self) -> str:
-        return f"{self._chance.getrandbits(64):016x}"
+            self._writer.draw_incarnation()
+            self._waiting = 0
 
     def view(self) -> rules.View:
         """The view of this node now. In another thread its parts may be of two moments."""
@@ -525,7 +509,7 @@ class Node:
             abdicated=self._lead.abdicated,
             enough_for=None if seen.since.enough is None else now - seen.since.enough,
             share=self._share,
-            fresh=self._fresh,
+            fresh=self._writer.fresh,
             wall=self._wall(),
             carried=self._lead.carried(document),
             checks=document is not None and self._network.is_of(document),
@@ -539,28 +523,11 @@ class Node:
     def _act(self, action: rules.Action) -> Effects[None]:
         match action:
             case rules.Write(document):
-                first = document.phase is Phase.CONFIRMING and document.ranks.get(self.id) == 0
-                # Not if it has confirmed and takes the lead only then: its TCPStore is open.
-                if first and self.record.world_id != document.world_id:
-                    yield from self._master.begin(document.world_id)
                 yield from self._write(document)
-            case rules.Abdicate(document, fails):
-                if (yield from self._write(document)):
-                    self._lead.abdicated = self._lead.abdicated or fails
-                    if not fails:
-                        yield from self._lead.set_deadline()
-            case rules.SetRecord(status, incarnation, round_, ring, hosts):
-                if not hosts:
-                    yield from Tell(
-                        "master",
-                        "this node, rank 0, opened no TCPStore within its lease: another node "
-                        "becomes rank 0",
-                    )
-                    self._master.give_up()
-                self._heartbeat.change(
-                    rings=ring, status=status, incarnation=incarnation, round=round_, master=None,
-                    hosts=self.record.hosts and hosts,
-                )  # fmt: skip
+            case rules.Abdicate():
+                yield from self._abdicate(action)
+            case rules.SetRecord():
+                yield from self._set_record(action)
             case rules.Confirm(document, is_master, seconds):
                 yield from self._confirm(document, is_master, seconds)
             case rules.Start(document):
@@ -569,24 +536,54 @@ class Node:
                 missed = words.of_node(self.view())
                 yield from self._end_join(JoinOutcome(failure=failure, diagnosis=missed))
             case rules.Close(document, outcome, why):
-                yield from self._close(document, outcome, why)
-            case rules.Doubt(nodes, begins, late, world):
-                self._seen.doubt(nodes)
-                if begins:
-                    yield from Tell(
-                        "doubt",
-                        f"{late} of {world} nodes are late with their heartbeats, all at once: "
-                        "this may be the store or the load, so each of them has one more lease",
-                    )
+                yield from self._writer.close(document, outcome, why)
+            case rules.Doubt():
+                yield from self._doubt(action)
             case rules.ListRecords():
                 self._seen.list_records()
             case rules.AskTombstone(incarnation):
-                yield from self._ask_tombstone(incarnation)
+                yield from self._writer.ask_tombstone(incarnation)
             case rules.Wait(seconds, enough):
-                if self._seen.since.note_enough(enough, self._clock()):
-                    return  # Decide again: the last call may take no time.
-                self._master.give_up()
-                yield from self._wait(seconds)
+                yield from self._wait(seconds, enough)
+
+    def _write(self, document: RoundDocument) -> Effects[None]:
+        first = document.phase is Phase.CONFIRMING and document.ranks.get(self.id) == 0
+        # Not if it has confirmed and takes the lead only then: its TCPStore is open.
+        if first and self.record.world_id != document.world_id:
+            yield from self._master.begin(document.world_id)
+        yield from self._writer.write(document)
+
+    def _abdicate(self, action: rules.Abdicate) -> Effects[None]:
+        if (yield from self._writer.write(action.document)):
+            self._lead.abdicated = self._lead.abdicated or action.fails
+            if not action.fails:
+                yield from self._lead.set_deadline()
+
+    def _set_record(self, action: rules.SetRecord) -> Effects[None]:
+        if not action.hosts:
+            yield from Tell(
+                "master",
+                "this node, rank 0, opened no TCPStore within its lease: another node becomes rank "
+                "0",
+            )
+            self._master.give_up()
+        self._heartbeat.change(
+            rings=action.ring,
+            status=action.status,
+            incarnation=action.incarnation,
+            round=action.round,
+            master=None,
+            hosts=self.record.hosts and action.hosts,
+        )
+
+    def _doubt(self, action: rules.Doubt) -> Effects[None]:
+        self._seen.doubt(action.nodes)
+        if action.begins:
+            yield from Tell(
+                "doubt",
+                f"{action.late} of {action.world} nodes are late with their heartbeats, all at "
+                "once: this may be the store or the load, so each of them has one more lease",
+            )
 
     def _start(self, document: RoundDocument) -> Effects[None]:
         """Give the agent its round."""
@@ -599,31 +596,6 @@ class Node:
         yield from Tell("round", f"{text} ({document.reason})")
         yield from self._end_join(JoinOutcome(document=document))
 
-    def _close(self, document: RoundDocument, outcome: Outcome, why: str) -> Effects[None]:
-        # shutdown() uses the same words, and finishes this if it is interrupted.
-        self.closing = True
-        try:
-            yield from close_run(
-                self.id,
-                document,
-                outcome,
-                f"{why}; closed by {self.record.label}",
-                self._rules.sweep_after,
-                # Any leader may, even a spare, but no node that has lost the lead since.
-                may_close=lambda now: now.leader == self.id,
-            )
-        finally:
-            self.closing = False
-        self._seen.read_again(document=True)
-
-    def _ask_tombstone(self, incarnation: str) -> Effects[None]:
-        asked = self._clock()
-        ended = yield from ReadTombstone(incarnation)
-        if ended is not None:
-            # Keys written since the sweep have no deadline. If the Drop fails, the node asks again.
-            yield from Drop((NODES_PREFIX + self.id,))
-        self._seen.hear_of_the_end(incarnation, ended, asked)
-
     def _confirm(
         self, document: RoundDocument, is_master: bool, seconds: float | None
     ) -> Effects[None]:
@@ -632,7 +604,7 @@ class Node:
         if is_master:
             master = yield from self._master.open(document.world_id)
             if isinstance(master, float):
-                yield from self._wait(master)
+                yield from self._pause(master)
                 return
         found: Found | None = None
         if self._rules.network_check and document.size > 1:
@@ -688,7 +660,7 @@ class Node:
     def _stay_out(self, outcome: JoinOutcome) -> Effects[None]:
         if outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED):
             self._heartbeat.amend(status=Status.LEFT, unfit="")
-            yield from self._clear_away()
+            yield from self._writer.clear_away()
             return
         if outcome.failure is Failure.DRAINED:
             self._heartbeat.amend(unfit="")
@@ -697,57 +669,14 @@ class Node:
             self._heartbeat.amend(unfit=self.document.faults.why_out(self.id))
         yield from self._leave()
 
-    def _clear_away(self) -> Effects[None]:
-        """Leave nothing in a closed run; free its id if the node that closed it could not."""
-        # A record written after the run was closed may outlive the sweep.
-        yield from Drop((NODES_PREFIX + self.id,))
-        document = self.document
-        newcomer = self._seen.confirmed is None
-        if newcomer and document is not None and document.closed and not document.expires:
-            yield from let_expire(document, self._seen.token, self._rules.sweep_after)
+    def _wait(self, seconds: float | None, enough: bool) -> Effects[None]:
+        """As `rules.Wait`."""
+        if not self._seen.since.note_enough(enough, self._clock()):
+            self._master.give_up()
+            yield from self._pause(seconds)
+        # Else decide again: the last call may take no time.
 
-    def _write(self, document: RoundDocument) -> Effects[bool]:
-        seen, join, now = self._seen, self._join, self._clock()
-        gathered = Durations(
-            gathering=now - seen.since.round,
-            last_call=now - seen.since.enough if seen.since.enough is not None else 0.0,
-        )
-        if document.run != self._rules.run:
-            document = replace(document, run=self._rules.run)
-        document = document.edited
-        stored, shards = apart(document, self._rules.inline)
-        outages = seen.outages.count
-        for digest, values in shards.items():
-            if digest not in seen.shards.stored:
-                # Readers of the document must find them.
-                yield from PutShards(values)
-        if seen.outages.count != outages:
-            return False  # Decide again: nobody is lost by what was seen before an outage.
-        latest = seen.latest
-        if latest is None or not document.is_of(latest) or document.place > latest.place:
-            document = replace(document, since=int(self._wall()))
-            stored = replace(stored, since=document.since)
-        entry, written = yield from CompareAndSet(STATE_KEY, stored.encode(), seen.token)
-        before, given = self.document, join.given
-        if not written:
-            yield from seen.adopt(entry)
-            return False
-        yield from seen.adopt(entry, document, shards_of(stored))
-        if before and given and before.is_whole and before.world_id == given.world_id:
-            # A successor of the leader knew only its own rank when it confirmed.
-            join.given = replace(given, participants=before.participants, roster=None)
-        if document.incarnation == self._fresh:
-            self._fresh = self._new_incarnation()  # In case this node founds another run.
-            yield from Register(record_of(document, {self.id: self.record}))
-        self._lead.note_written(before, document, join.given, gathered, shards)
-        asks = before is not None and before.accused != document.accused
-        passes_on = before is not None and before.leader not in (document.leader, None)
-        if passes_on or (asks and document.leader != self.id):
-            # The former leader, or the accused, waits for the bell, not for the document.
-            yield from Ring(self.id)
-        return True
-
-    def _wait(self, seconds: float | None) -> Effects[None]:
+    def _pause(self, seconds: float | None) -> Effects[None]:
         """Wait for a change, the next beat or ``seconds``; but first do what nobody waits for."""
         if self.ordered or self._master.is_reported:
             return  # The driver may have ended a wait for this before this wait began.

@@ -1,0 +1,152 @@
+"""How a node changes the document, and ends a run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from rdzv_plugins.kv import RendezvousStateError
+from rdzv_plugins.protocol.cleanup import close_run, let_expire
+from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, Outcome, RoundDocument
+from rdzv_plugins.protocol.effects import (
+    CompareAndSet,
+    Drop,
+    Effects,
+    PutShards,
+    Read,
+    ReadTombstone,
+    Register,
+    Ring,
+)
+from rdzv_plugins.protocol.heartbeat import Heartbeat
+from rdzv_plugins.protocol.join import Join
+from rdzv_plugins.protocol.lead import Lead
+from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.roster import apart, shards_of
+from rdzv_plugins.protocol.round_record import Durations, record_of
+from rdzv_plugins.protocol.rules import Rules
+
+
+class Writer:
+    """Writes documents.
+
+    Attributes:
+        fresh: as `View.fresh`.
+        closing: as `Node.closing`.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        rules: Rules,
+        clock: Callable[[], float],
+        chance: random.Random,
+        wall: Callable[[], float],
+        seen: Observer,
+        heartbeat: Heartbeat,
+        join: Join,
+        lead: Lead,
+    ) -> None:
+        self._id, self._rules = node_id, rules
+        self._clock, self._chance, self._wall = clock, chance, wall
+        self._seen, self._heartbeat, self._join, self._lead = seen, heartbeat, join, lead
+        self.fresh = ""
+        self.closing = False
+
+    def draw_incarnation(self) -> None:
+        """Another one for each run that this node founds."""
+        self.fresh = f"{self._chance.getrandbits(64):016x}"
+
+    def write(self, document: RoundDocument) -> Effects[bool]:
+        """Write the document over the last one that was read; returns whether it was written."""
+        seen, join, now = self._seen, self._join, self._clock()
+        gathered = Durations(
+            gathering=now - seen.since.round,
+            last_call=now - seen.since.enough if seen.since.enough is not None else 0.0,
+        )
+        if document.run != self._rules.run:
+            document = replace(document, run=self._rules.run)
+        document = document.edited
+        stored, shards = apart(document, self._rules.inline)
+        outages = seen.outages.count
+        for digest, values in shards.items():
+            if digest not in seen.shards.stored:
+                # Readers of the document must find them.
+                yield from PutShards(values)
+        if seen.outages.count != outages:
+            return False  # Decide again: nobody is lost by what was seen before an outage.
+        latest = seen.latest
+        if latest is None or not document.is_of(latest) or document.place > latest.place:
+            document = replace(document, since=int(self._wall()))
+            stored = replace(stored, since=document.since)
+        entry, written = yield from CompareAndSet(STATE_KEY, stored.encode(), seen.token)
+        before, given = seen.document, join.given
+        if not written:
+            yield from seen.adopt(entry)
+            return False
+        yield from seen.adopt(entry, document, shards_of(stored))
+        if before and given and before.is_whole and before.world_id == given.world_id:
+            # A successor of the leader knew only its own rank when it confirmed.
+            join.given = replace(given, participants=before.participants, roster=None)
+        if document.incarnation == self.fresh:
+            self.draw_incarnation()
+            yield from Register(record_of(document, {self._id: self._heartbeat.record}))
+        self._lead.note_written(before, document, join.given, gathered, shards)
+        asks = before is not None and before.accused != document.accused
+        passes_on = before is not None and before.leader not in (document.leader, None)
+        if passes_on or (asks and document.leader != self._id):
+            # The former leader, or the accused, waits for the bell, not for the document.
+            yield from Ring(self._id)
+        return True
+
+    def leave_the_lead(self) -> Effects[None]:
+        """Let another node lead, if this node does."""
+        for _ in range(3):
+            entry = yield from Read(STATE_KEY)
+            try:
+                yield from self._seen.adopt(entry)
+            except RendezvousStateError:
+                return  # This node does not lead a run of another version.
+            document = self._seen.document
+            if document is None or document.leader != self._id or document.closed:
+                return
+            if (yield from self.write(replace(document, leader=None))):
+                yield from self._lead.set_deadline()
+                return
+
+    def close(self, document: RoundDocument, outcome: Outcome, why: str) -> Effects[None]:
+        """Close the run; `close_run` finishes this after `shutdown` if it is interrupted."""
+        self.closing = True
+        try:
+            yield from close_run(
+                self._id,
+                document,
+                outcome,
+                f"{why}; closed by {self._heartbeat.record.label}",
+                self._rules.sweep_after,
+                # Any leader may, even a spare, but no node that has lost the lead since.
+                may_close=lambda now: now.leader == self._id,
+            )
+        finally:
+            self.closing = False
+        self._seen.read_again(document=True)
+
+    def ask_tombstone(self, incarnation: str) -> Effects[None]:
+        """As `rules.AskTombstone`."""
+        asked = self._clock()
+        ended = yield from ReadTombstone(incarnation)
+        if ended is not None:
+            # Keys written since the sweep have no deadline. If the Drop fails, the node asks again.
+            yield from Drop((NODES_PREFIX + self._id,))
+        self._seen.hear_of_the_end(incarnation, ended, asked)
+
+    def clear_away(self) -> Effects[None]:
+        """Leave nothing in a closed run; free its id if the node that closed it could not."""
+        # A record written after the run was closed may outlive the sweep.
+        yield from Drop((NODES_PREFIX + self._id,))
+        document = self._seen.document
+        newcomer = self._seen.confirmed is None
+        if newcomer and document is not None and document.closed and not document.expires:
+            yield from let_expire(document, self._seen.token, self._rules.sweep_after)
