@@ -69,10 +69,12 @@ from rdzv_plugins.protocol.parting import (
     Parting,
     Service,
     close_as_member,
-    follows_from_a_loss,
+    costs_the_others,
     give_up,
+    loss_shows_within,
     lost_one,
-    others_go_on,
+    may_give_up,
+    only_leaves,
 )
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
@@ -132,21 +134,16 @@ class StoreRendezvousHandler(RendezvousHandler):
         rules = rules.of_run(run_id, sealed=client.sealed)
         self._rules = rules
         self._settings = settings
-        # Read before torchrun's variables are withheld from the workers.
-        self._max_restarts = max_restarts() or 0
-        self._address = address
         self._masters = MasterServers(
             address, settings.ports, settings.master_port, rules, f"rdzv-{run_id}-door"
         )
         self._store: AgentStore | None = None
         self._saw_change = False
         self._handed_down: str | None = None
-        # Whether passwords and torchrun's options are withheld from the workers.
-        self._withholds = False
         self._moments: Moments | None = None
         self._pid = os.getpid()
         node_id = secrets.token_hex(8)
-        self._listener = self._listen(node_id)
+        self._listener = self._listen(node_id, address)
         has_links = self._listener is not None and rules.answer is not None
         record = NodeRecord(
             address=address,
@@ -181,7 +178,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         if rules.grow == "checkpoint":
             self._moments = Moments(self._log.warning)
         self._reach = Reach(address, self._log.warning, f"rdzv-{run_id}-reach")
-        self._service = Service(record.label, rules, time.monotonic)
+        # Read before torchrun's variables are withheld from the workers.
+        restarts = max_restarts() or 0
+        self._service = Service(record.label, rules, time.monotonic, restarts)
         self._events = Events(run_id, address, record.label)
         self._watchers: list[Watcher] = []
         self._report: Report | None = None
@@ -254,8 +253,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         They count from the end of a grace (`grace_left`). The loss shows later only if the store is
         away, or if the leader was lost together with its first successors.
         """
-        # The last heartbeat is seen up to 1.1 intervals late; a succession takes the rest.
-        return self._rules.lease + 1.1 * self._rules.interval + 2.0
+        return loss_shows_within(self._rules)
 
     @property
     def grace_left(self) -> float:
@@ -292,6 +290,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         rank, world_size = document.ranks[self._node.id], document.size
         joined = f"has joined round {document.round}, as rank {rank} in a world of {world_size}, of"
         self._events.joins(joined, rank)
+        # Workers get neither passwords nor torchrun's options.
+        withholds = self._handed_down is None
         self._handed_down = hand_down(
             CurrentRound(
                 run_id=self._run_id,
@@ -306,8 +306,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 agent=self._pid,
             )
         )
-        if not self._withholds:
-            self._withholds = True
+        if withholds:
             withhold()
         address, _, port = (document.master or "").rpartition(":")
         if self._run_id == _DEFAULT_RUN_ID and world_size > 1:
@@ -353,7 +352,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _is_elsewhere(self, address: str) -> bool:
         """Whether the address of a node seems to be another host's."""
-        return address != self._address and not is_own_ip(address)
+        return address != self._node.record.address and not is_own_ip(address)
 
     def _join(self) -> RoundDocument:
         """The next round; raises as `next_rendezvous` does."""
@@ -494,9 +493,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         Returns False if the store could not be told.
         """
         error = sys.exception()
-        waits_for_others = self._node.done and not (self._store and self._store.all_done)
-        only_leaves = isinstance(error, SignalException | KeyboardInterrupt) or waits_for_others
-        if only_leaves or not self._node.in_round:
+        all_done = self._store is not None and self._store.all_done
+        signalled = isinstance(error, SignalException | KeyboardInterrupt)
+        if signalled or only_leaves(self._node, all_done):
             return self._leave()
         latest = self._node.latest
         closed = self._closed or (latest is not None and latest.closed)
@@ -510,8 +509,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         else:
             outcome, why = Outcome.FAILED, what_failed(error)
         of_workers = error is None or isinstance(error, ChildFailedError)
-        may_leave = self._service.is_new if of_workers else not self._node.done
-        if outcome is Outcome.FAILED and may_leave:
+        if outcome is Outcome.FAILED and may_give_up(self._node, self._service, of_workers):
             return self._give_up(why, of_workers)
 
         def end() -> None:
@@ -530,33 +528,23 @@ class StoreRendezvousHandler(RendezvousHandler):
         costs each node a restart. But if the loss of another node made all workers fail, this node
         stays. A thread asks the store, because at a signal torch raises an exception in this one.
         """
-        last = self._service.last
-        if self.blames or last is None or not self._service.fails_again(self._max_restarts):
+        if self.blames or not self._service.fails_again() or not self._node.in_round:
             return False
         answers: list[bool] = []
 
         def ask() -> None:
+            work = costs_the_others(
+                self._node, self._service, self._rules, time.time, time.monotonic,
+                lambda: self._ended, self.grace_left,
+            )  # fmt: skip
             with suppress(RendezvousConnectionError, RendezvousStateError):
-                answers.append(self._others_go_on() and not self._follows_from_a_loss(last))
+                answers.append(self._carry_out(work))
 
-        if not self._node.in_round:
-            return False
         thread = threading.Thread(target=ask, name=f"rdzv-{self._run_id}-end", daemon=True)
         with suppress(RuntimeError):  # No thread can start; there are no answers.
             thread.start()
             thread.join()
         return any(answers)
-
-    def _others_go_on(self) -> bool:
-        newcomers = self._service.newcomers or Names()
-        return self._carry_out(others_go_on(self._node, newcomers, self._rules, time.time()))
-
-    def _follows_from_a_loss(self, last: RoundDocument) -> bool:
-        deadline = time.monotonic() + max(0.0, self.grace_left) + self.loss_shows_within
-        work = follows_from_a_loss(
-            self._node, last, self._rules, lambda: self._ended or time.monotonic() > deadline
-        )
-        return self._carry_out(work)
 
     def _give_up(self, why: str, of_workers: bool, *, looked: bool = False) -> bool:
         """Leave the run if it goes on without this node; otherwise close it as failed.
@@ -694,8 +682,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._driver.await_masters(_STOP_SECONDS)
             self._masters.keep(None)
             take_back(self._handed_down)
-            if self._withholds:
-                self._withholds = False
+            if self._handed_down is not None:
+                self._handed_down = None
                 give_back()
             if self._moments is not None:
                 self._moments.close()
@@ -728,7 +716,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         before = latest.master.rpartition(":")[2] if latest and latest.master else ""
         return self._masters.open(world_id, before, for_workers=not self.use_agent_store)
 
-    def _listen(self, node_id: str) -> Listener | None:
+    def _listen(self, node_id: str, address: str) -> Listener | None:
         """Listen for the network check and for links of other nodes."""
         rules, settings, name = self._rules, self._settings, f"rdzv-{self._run_id}-answers"
         if rules.max_nodes == 1 or not (rules.network_check or rules.answer is not None):
@@ -736,7 +724,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         # Links alone can use any port, if no firewall is in between.
         ports = [*settings.answer_ports, *([] if rules.network_check else ANY_PORT)]
         try:
-            listener = Listener(self._address, name, ports)
+            listener = Listener(address, name, ports)
         except (OSError, RuntimeError, MemoryError) as error:
             if not rules.network_check:
                 log.debug("run '%s': this node has no links to others: %s", self._run_id, error)
@@ -745,7 +733,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 raise
             raise RendezvousStateError(
                 f"no port of master_port={settings.master_port or 'any'} is free at "
-                f"'{self._address}' for the network check ({error}): name more, or end what "
+                f"'{address}' for the network check ({error}): name more, or end what "
                 "listens there"
             ) from error
         if rules.network_check:

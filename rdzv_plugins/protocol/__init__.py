@@ -100,9 +100,9 @@ values, `roster` the participants of a large round.
 State: `node` reads, decides and acts, turn by turn. `observer` keeps what the node has read and
 since when, with `failure_detector` (who lives), `answers` (of the accused), `outages`, `since` and
 `record_cache`. `heartbeat` writes the node's own record. `join` has what its agent asks for,
-`writer` changes the document, `lead` has what a leader does beside its decisions, `master` how rank 0 opens its TCPStore, `neighbours` the
-links, `network_check` what the node reaches, and `contact` when a node whose heartbeats do not
-arrive stops its workers.
+`writer` changes the document, `lead` has what a leader does beside its decisions, `master` how
+rank 0 opens its TCPStore, `neighbours` the links, `network_check` what the node reaches, and
+`contact` when a node whose heartbeats do not arrive stops its workers.
 
 Besides: `cleanup` ends a run and tidies up, `parting` leaves or closes it, `orders` are people's.
 `words` says in a sentence what a run does and waits for, `remarks` what a node logs besides,

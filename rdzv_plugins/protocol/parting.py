@@ -52,8 +52,11 @@ class Service:
             later; None: this node did not join a run that went on.
     """
 
-    def __init__(self, label: str, rules: Rules, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, label: str, rules: Rules, clock: Callable[[], float], max_restarts: int = 0
+    ) -> None:
         self._label, self._rules, self._clock = label, rules, clock
+        self._max_restarts = max_restarts
         self.last: RoundDocument | None = None
         self.newcomers: Names | None = None
         # Seconds in earlier rounds of this run, and when the last round began.
@@ -86,12 +89,12 @@ class Service:
         probation = self._rules.min_uptime or self._rules.probation
         return self.newcomers is not None and self.seconds < probation
 
-    def fails_again(self, max_restarts: int) -> bool:
+    def fails_again(self) -> bool:
         """Note that its workers failed; returns whether this new node costs others too much."""
         if not self.is_new:
             return False
         self._failures += 1
-        return self._failures > min(_TRIES, max_restarts // 2)
+        return self._failures > min(_TRIES, self._max_restarts // 2)
 
 
 def newcomers_with(label: str, document: RoundDocument) -> Names | None:
@@ -210,6 +213,49 @@ def follows_from_a_loss(
         if all_live(node.id, last, before, _read((yield from List(NODES_PREFIX)))):
             return False
         yield from Rest(min(_LOOK_SECONDS, rules.interval))
+
+
+def loss_shows_within(rules: Rules) -> float:
+    """Seconds within which the loss of a participant shows in `Node.waiting`."""
+    # The last heartbeat is seen up to 1.1 intervals late; a succession takes the rest.
+    return rules.lease + 1.1 * rules.interval + 2.0
+
+
+def costs_the_others(
+    node: Node,
+    service: Service,
+    rules: Rules,
+    wall: Callable[[], float],
+    clock: Callable[[], float],
+    is_over: Callable[[], bool] = lambda: False,
+    grace: float = 0.0,
+) -> Effects[bool]:
+    """Whether this new node, whose workers failed again, should leave so that the others go on.
+
+    Args:
+        is_over: whether the answer is not needed any more.
+        grace: seconds for which no loss shows, because the store was away.
+    """
+    newcomers, last = service.newcomers or Names(), service.last
+    if last is None or not (yield from others_go_on(node, newcomers, rules, wall())):
+        return False
+    deadline = clock() + max(0.0, grace) + loss_shows_within(rules)
+    follows = yield from follows_from_a_loss(
+        node, last, rules, lambda: is_over() or clock() > deadline
+    )
+    return not follows
+
+
+def only_leaves(node: Node, all_done: bool) -> bool:
+    """Whether a node that ends leaves the run open, unless it failed: others still work, or it is
+    in no round.
+    """
+    return (node.done and not all_done) or not node.in_round
+
+
+def may_give_up(node: Node, service: Service, of_workers: bool) -> bool:
+    """Whether a node that failed leaves if the others go on; ``of_workers``: its workers failed."""
+    return service.is_new if of_workers else not node.done
 
 
 def give_up(

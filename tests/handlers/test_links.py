@@ -58,5 +58,5 @@ def test_a_node_whose_host_lets_it_start_no_thread_has_no_links(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        listened = site.handler(1, 2, links=True)._listen("a-node")
+        listened = site.handler(1, 2, links=True)._listen("a-node", "127.0.0.1")
     assert listened is None

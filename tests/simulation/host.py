@@ -24,7 +24,6 @@ from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
     STORE_PREFIX,
-    Names,
     NodeRecord,
     RoundDocument,
     Status,
@@ -154,7 +153,7 @@ class Host:
             random.Random(chance.getrandbits(64)),
             self._wall,
         )
-        self._service = parting.Service(record.label, rules, self.clock)
+        self._service = parting.Service(record.label, rules, self.clock, world.plan.max_restarts)
         self.gives_up = ""
         """Whose failure it gives up for: "agent" or "workers", though it is new; or "" for none."""
         self.parted: object = None
@@ -378,13 +377,12 @@ class Host:
             error: while an exception is raised.
             of_workers: which says that workers failed.
         """
-        waits_for_others = self.node.done and not self._all_done
-        if waits_for_others or not self.node.in_round:
+        if parting.only_leaves(self.node, self._all_done):
             self.leave()
             return
         if error and (self.came_late if of_workers else not self.node.done):
             self.gives_up = "workers" if of_workers else "agent"
-        if error and (self._service.is_new if of_workers else not self.node.done):
+        if error and parting.may_give_up(self.node, self._service, of_workers):
             self._give_up(of_workers)
             return
         outcome = Ended.FAILED if error else Ended.SUCCEEDED
@@ -602,26 +600,14 @@ class Host:
             self._fail(of_workers=True)
             return
         plan = self.world.plan
-        fails_again = (
-            self._failed and plan.torchrun and self._service.fails_again(plan.max_restarts)
-        )
+        fails_again = self._failed and plan.torchrun and self._service.fails_again()
         if fails_again and self.node.in_round:
-            Command(self.world, self._costs_the_others(), self, partial(self._judged, shift))
+            asks = parting.costs_the_others(
+                self.node, self._service, self.rules, self._wall, self.clock
+            )
+            Command(self.world, asks, self, partial(self._judged, shift))
         else:
             self._join_again()
-
-    def _costs_the_others(self) -> Effects[bool]:
-        """What `StoreRendezvousHandler._costs_the_others` asks."""
-        node, service, rules = self.node, self._service, self.rules
-        newcomers = service.newcomers or Names()
-        if not (yield from parting.others_go_on(node, newcomers, rules, self._wall())):
-            return False
-        assert service.last is not None
-        deadline = self.clock() + rules.lease + 1.1 * rules.interval + 2.0
-        follows = yield from parting.follows_from_a_loss(
-            node, service.last, rules, lambda: self.clock() > deadline
-        )
-        return not follows
 
     def _lost_before(self) -> str:
         """Who of its round died before its workers failed, where all could have found out."""
