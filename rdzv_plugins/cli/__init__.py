@@ -11,7 +11,7 @@ import typer
 from rdzv_plugins import __version__
 from rdzv_plugins.cli import demo, docs, local, orders, pages, run, runs
 from rdzv_plugins.cli.check import check
-from rdzv_plugins.cli.options import spread
+from rdzv_plugins.cli.options import UnknownRunError, spread
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,7 +60,8 @@ def main() -> None:
         if not _is_for_the_user(error):
             raise
         typer.echo(f"rdzv: {error}", err=True)
-        sys.exit(1)
+        absent = isinstance(error, UnknownRunError) and sys.argv[1] in ("status", "watch")
+        sys.exit(runs.STATUSES["absent"] if absent else 1)
 
 
 def _is_for_the_user(error: Exception) -> bool:

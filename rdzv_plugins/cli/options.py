@@ -10,7 +10,7 @@ import json
 import os
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rdzv_plugins.kv import KeyValueClient
     from rdzv_plugins.observe.history import Archive
     from rdzv_plugins.observe.inspection import Inspection
+    from rdzv_plugins.observe.survey import Survey
     from rdzv_plugins.settings.options import Settings
 
 # The exit status of a command whose time to wait is over.
@@ -123,6 +124,10 @@ def one_run(run_id: str, first: str, *, needed: bool = True) -> str:
     return refuse_unless_possible(found) if found else ""
 
 
+class UnknownRunError(ValueError):
+    """No node runs the store of this run."""
+
+
 @dataclass(frozen=True)
 class Access:
     """How to reach the runs under a prefix of a store, as the command line says it."""
@@ -135,19 +140,52 @@ class Access:
         """A client of a run's namespace; arguments and errors as of `stores.open_client`."""
         from rdzv_plugins.stores import open_client
 
+        if job or not run_id.startswith("!"):
+            _refuse_unknown(self, job or run_id)
         own, timeout = self._options(of_handler=False), self.settings.request_timeout
         return open_client(
             self.backend, self.endpoint, run_id, own, request_timeout=timeout, job=job
         )
 
+    def clusters(self, job: str = "") -> tuple[set[str], bool] | None:
+        """As of `KeyValueClient`, for the store of a job or of all; None: it has servers."""
+        from rdzv_plugins.settings.parsing import parse_options
+        from rdzv_plugins.stores import client_class
+
+        client = client_class(self.backend)
+        if client.run_by != "nodes":
+            return None
+        options = parse_options(client.options, self._options(of_handler=False), os.environ)
+        return client.clusters(self.endpoint, client.of_run(options, job))
+
+    def surveys(self, job: str = "") -> list[Survey]:
+        """Surveys of all runs that the store, or each store that nodes run there, has."""
+        from rdzv_plugins.observe.survey import Survey
+
+        found = None if job else self.clusters()
+        return [
+            Survey(partial(self.open, job=it or None), partial(self.archive, job=it or None))
+            for it in ([job] if found is None else sorted(found[0]))
+        ]
+
     def connect(self, run_id: str) -> closing[KeyValueClient]:
         """The same, to be used in a ``with`` statement."""
         return closing(self.open(run_id))
 
-    def archive(self, run_id: str) -> Archive:
+    def archive(self, run_id: str, job: str | None = None) -> Archive:
         from rdzv_plugins.observe.history import Archive
 
-        return Archive(partial(self.open, job=run_id), run_id, self.settings.history_ttl)
+        opened, kept = partial(self.open, job=job or run_id), self.settings.history_ttl
+        return Archive(opened, run_id, kept, where=self.where)
+
+    @property
+    def where(self) -> list[str]:
+        """The arguments that name the same store."""
+        from rdzv_plugins.settings.parsing import as_typed
+        from rdzv_plugins.stores import client_class
+
+        options = client_class(self.backend).options
+        return as_typed(self.backend, self.endpoint, parse_conf(self.conf), options)
 
     def inspect(
         self, run_ids: Iterable[str], opened: ExitStack, *, surely: bool = False
@@ -193,6 +231,20 @@ class Access:
         theirs = option_names(Settings)
         every = parse_conf(self.conf).items()
         return {name: it for name, it in every if (name in theirs) is of_handler}
+
+
+@cache
+def _refuse_unknown(access: Access, job: str) -> None:
+    """Raise `UnknownRunError` where no node runs the store of the job."""
+    found = access.clusters(job)
+    if found is None or found[0] or not found[1]:
+        return
+    others, _ = access.clusters() or ((), True)
+    there = f"; there are {', '.join(sorted(others))}" if others else ""
+    raise UnknownRunError(
+        f"no run '{job}' is known at {access.endpoint}: is the id right{there}? A store that "
+        "nodes run knows a run while its agents run"
+    )
 
 
 @dataclass(frozen=True)
@@ -243,6 +295,9 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = cls(**{field.name: given.pop(field.name) for field in fields(cls)})
         command(**given)
 
+    # The help flows: a terminal breaks the lines of a paragraph.
+    paragraphs = (command.__doc__ or "").split("\n\n")
+    run.__doc__ = "\n\n".join(" ".join(it.split()) for it in paragraphs)
     run.__annotations__ = {name: it.annotation for name, it in options.items()}
     run.__signature__ = inspect.Signature([*options.values()])  # type: ignore[attr-defined]
     return run
@@ -283,7 +338,7 @@ def free_soon(seen: Inspection) -> tuple[float | None, str]:
     document = seen.document
     if document is None:
         return None, ""
-    seconds, words = seen.archive.free_in(document, datetime.now(UTC))
+    seconds, words = seen.archive.free_in(document, datetime.now(UTC), seen.at_work)
     return None if seconds is None else round(seconds, 3), f"; {words}"
 
 

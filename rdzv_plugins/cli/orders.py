@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from rdzv_plugins.protocol.effects import Effects
     from rdzv_plugins.protocol.orders import Given
 
+T = TypeVar("T")
+
 # The name with which a command rings the leader's bell.
 _GIVER = "rdzv"
 
@@ -50,8 +51,8 @@ NodesArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RUN NODE",
-        help="the run, unless it is given with -i; then nodes, as rdzv status names them, or by "
-        "their ids, or a host: all its nodes",
+        help="the run, unless it is given with -i; then nodes, as rdzv status names them, or "
+        "hosts, by name or address: all nodes there",
         autocompletion=complete_run,
     ),
 ]
@@ -59,14 +60,15 @@ HostArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RUN HOST",
-        help="the run, unless it is given with -i or --all-runs; then the host: the address that "
-        "its nodes use",
+        help="the run, unless it is given with -i or --all-runs; then the host: its name, its "
+        "address, or a node on it as rdzv status names it",
         autocompletion=complete_run,
     ),
 ]
 AllRunsOption = Annotated[
     bool, typer.Option("--all-runs", help="all runs under the prefix, also those to come")
 ]
+WhyOption = Annotated[str, typer.Option(help="the reason, for logs, rdzv status and rdzv history")]
 ForceOption = Annotated[
     bool, typer.Option("--force", help="even if too few nodes are left for a round")
 ]
@@ -92,6 +94,7 @@ def drain(
     ranks: Annotated[
         list[int] | None, typer.Option("--rank", help="a node by its rank, as rdzv status shows it")
     ] = None,
+    why: WhyOption = "",
     force: ForceOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
@@ -110,20 +113,36 @@ def drain(
         def may(would: Given) -> bool:
             return not dry_run and (force or not would.stops)
 
-        given = _give_to_living(seen, orders.drain(_GIVER, names, time.time, may, seen.is_silent))
+        reason = _short(why)
+        work = orders.drain(_GIVER, names, time.time, may, seen.is_silent, reason)
+        given = _give_to_living(seen, work)
         if given.unknown:
-            raise ValueError(f"run '{run_id}' has no node '{given.unknown[0]}': nobody was drained")
+            raise _no_node(seen, given.unknown[0], "nobody was drained")
         _refuse_to_stop(run_id, given, force)
         what = f"drain of {', '.join(given.nodes)} from run '{run_id}'"
         told.say_order(what, given, seen, dry_run=dry_run)
+        for name in _members_on(about, seen, given):
+            told.say(
+                f"{name} runs a member of the store, which stays until the run ends: leave the "
+                "host up until then, or the store has one member less"
+            )
         if not (dry_run or given.lacks):
             told.await_effect(seen, given, _without(given, seen), waiting)
+
+
+def _members_on(access: Access, seen: Inspection, given: Given) -> list[str]:
+    """The hosts of the order's nodes that run a member of the store."""
+    from rdzv_plugins.stores import client_class
+
+    members = {it.lower() for it in client_class(access.backend).locate(access.endpoint).names}
+    of_order = (seen.records[it] for it in given.ids if it in seen.records)
+    return sorted({it.host for it in of_order if members.intersection(it.called)})
 
 
 def restart(
     about: OneRun,
     waiting: Waiting,
-    why: Annotated[str, typer.Option(help="the reason, for logs and rdzv history")] = "",
+    why: WhyOption = "",
 ) -> None:
     """Begin a new round of a run, with the nodes that it has.
 
@@ -188,7 +207,10 @@ def exclude(
     lasts: Annotated[
         str, typer.Option("--for", help="how long: 90s, 30m, 1h, 2d; else until rdzv include")
     ] = "",
-    why: Annotated[str, typer.Option(help="the reason, for logs, rdzv status and history")] = "",
+    why: WhyOption = "",
+    later: Annotated[
+        bool, typer.Option("--later", help="also if no node of the run is on the host yet")
+    ] = False,
     force: ForceOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
@@ -212,6 +234,10 @@ def exclude(
 
     with ExitStack() as opened, _Told("exclude", run_id, about.as_json) as told:
         found = about.inspect(_open_runs(about, run_id), opened)
+        if not (all_runs or later) and not _hosts_called(host, found.values()):
+            raise _no_node(
+                found[run_id], host, "nobody was excluded; --later keeps the host out once it comes"
+            )
         would = {run: give(seen, False) for run, seen in found.items() if _lives(seen)}
         for run, given in would.items():
             _refuse_to_stop(run, given, force)
@@ -252,32 +278,31 @@ def _say_exclusion(
         told.say_order(_exclusion(seen.run_id, given), given, seen)
         return not given.lacks and _are_in_it(given.ids, seen)
     elif not of_all_runs:
-        told.say(
-            f"no node of {run} has the address '{host}' now; rdzv status shows those that they use"
-        )
+        told.say(f"no node of {run} is on {host} now")
     return False
 
 
 def include(about: AboutRun, words: HostArgument = None, all_runs: AllRunsOption = False) -> None:
     """Take an exclusion back; nodes of the host that wait join the next round."""
-    from rdzv_plugins.process.driver import carry_out
     from rdzv_plugins.protocol import orders
 
     run_id, host, whose = _run_and_host(about, words, all_runs)
     archive = about.archive(run_id)
-    found = archive.include(host, time.time(), all_runs=all_runs)
-    for run in _open_runs(about, run_id):
-        with about.connect(run) as client:
-            work = orders.include(_GIVER, host)
-            given = carry_out(client, about.archive(run), work, tell=lambda _: None)
-            found = found or bool(given.nodes)
+    with ExitStack() as opened:
+        seen = about.inspect(_open_runs(about, run_id), opened).values()
+        hosts = _hosts_called(host, seen) | {host}
+        found = archive.include(hosts, time.time(), all_runs=all_runs)
+        for run in seen:
+            found |= _give(run, orders.include(_GIVER, hosts))
     if not found:
-        raise ValueError(f"'{host}' is not excluded from {whose}: see rdzv excluded")
+        hint = archive.command("excluded", *(["--all-runs"] if all_runs else []))
+        raise ValueError(f"'{host}' is not excluded from {whose}: see {hint}")
     with _Told("include", run_id, about.as_json) as told:
         told.say(f"{host} may join {whose} again", host=host)
         if run_id and any(it.host == host for it in archive.exclusions(time.time(), True)):
             told.say(
-                f"but {host} is excluded from all runs: rdzv include {shlex.quote(host)} --all-runs"
+                f"but {host} is excluded from all runs: "
+                f"{archive.command('include', host, '--all-runs')}"
             )
 
 
@@ -340,7 +365,7 @@ def accuse(
     with _order_to("accuse", about, run_id) as (seen, told):
         given = _give_to_living(seen, orders.accuse(_GIVER, names))
         if given.unknown:
-            raise ValueError(f"run '{run_id}' has no node '{given.unknown[0]}': nobody was asked")
+            raise _no_node(seen, given.unknown[0], "nobody was asked")
         told.say(
             f"{', '.join(given.nodes)} of run '{run_id}' asked to show that they live",
             nodes=[*given.nodes],
@@ -512,8 +537,8 @@ def _order_to(name: str, about: AboutRun, run_id: str) -> Iterator[tuple[Inspect
         if condition == "dead":
             raise ValueError(
                 f"run '{run_id}' is dead, and nobody carries an order out: "
-                f"{sentence.removeprefix('dead: ')}; its id is free after rdzv clean -i "
-                f"{shlex.quote(run_id)}"
+                f"{sentence.removeprefix('dead: ')}; its id is free after "
+                f"{seen.archive.command('clean')}"
             )
         if condition == "closed":
             how = sentence.removeprefix("closed: ")
@@ -574,12 +599,14 @@ def _run_and_others(about: AboutRun, words: list[str] | None) -> tuple[str, list
 
 def _run_and_host(about: AboutRun, words: list[str] | None, all_runs: bool) -> tuple[str, str, str]:
     """The run, "" for all of them; the host; the run in words."""
+    from rdzv_plugins.protocol.orders import host_and_pid
+
     run_id, hosts = ("", words or []) if all_runs else _run_and_others(about, words)
     if len(hosts) != 1:
         raise typer.BadParameter(
             "name a run and a host, or --all-runs and a host", param_hint="HOST"
         )
-    return run_id, hosts[0], "all runs" if all_runs else f"run '{run_id}'"
+    return run_id, host_and_pid(hosts[0])[0], "all runs" if all_runs else f"run '{run_id}'"
 
 
 def _open_runs(access: Access, run_id: str) -> list[str]:
@@ -600,7 +627,24 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _give(seen: Inspection, work: Effects[Given]) -> Given:
+def _hosts_called(name: str, runs: Iterable[Inspection]) -> set[str]:
+    """All names and addresses of hosts of this name, on which nodes of these runs are."""
+    records = [record for seen in runs for record in seen.records.values()]
+    return {it for record in records if name in record.called for it in record.called}
+
+
+def _no_node(seen: Inspection, name: str, effect: str) -> ValueError:
+    """The error for a name that no node of the run has; ``effect``: what the order has done."""
+    from rdzv_plugins.protocol.documents import Names
+
+    if seen.document is None:
+        return no_run(seen.client, seen.run_id)
+    known = Names().plus(it.label for it in seen.records.values() if not it.has_ended)
+    who = f"; it has {known}" if known else ""
+    return ValueError(f"run '{seen.run_id}' has no node '{name}': {effect}{who}")
+
+
+def _give(seen: Inspection, work: Effects[T]) -> T:
     """Carry out an order to an open run."""
     from rdzv_plugins.process.driver import carry_out
 

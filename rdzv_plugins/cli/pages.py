@@ -6,13 +6,22 @@ import secrets
 import socket
 from dataclasses import replace
 from importlib import import_module
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rdzv_plugins.cli.interrupt import Interrupt
 from rdzv_plugins.cli.options import Access
 
+if TYPE_CHECKING:
+    from rdzv_plugins.observe.survey import Survey
+
+OfClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--rdzv-id", "-i", help="of a store that the nodes of each run have: the run, if not alone"
+    ),
+]
 HostOption = Annotated[
     str, typer.Option(help="address to listen at; one that others reach needs a token")
 ]
@@ -20,6 +29,7 @@ HostOption = Annotated[
 
 def dashboard(
     access: Access,
+    run_id: OfClusterOption = "",
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 8265,
 ) -> None:
@@ -31,7 +41,6 @@ def dashboard(
     _require("dashboard", "dashboard", "starlette", "uvicorn")
     from rdzv_plugins.dashboard.server import Dashboard
     from rdzv_plugins.observe.page_access import PageAccess
-    from rdzv_plugins.observe.survey import Survey
     from rdzv_plugins.peers.addresses import is_loopback
 
     where, settings, new = _where(access), access.settings, ""
@@ -39,21 +48,23 @@ def dashboard(
         new = secrets.token_urlsafe(24)
         settings = replace(settings, page_token=new)
     who = PageAccess(host, settings)
-    survey = Survey(access.open, access.archive)
+    survey = _survey(access, run_id)
     survey.look()
     try:
         page = Dashboard(survey, where, host, port, who)
     except (OSError, UnicodeError) as error:
         raise _cannot_listen(host, port, error) from error
+    interrupt = Interrupt()
     typer.echo(f"{page.url} shows the runs of {where}; Ctrl-C ends it")
     if new:
         name = socket.gethostname()
         typer.echo(f"  http://{name}:{page.port}/?token={new}  # its token, shown this once")
-    page.serve()
+    page.serve(interrupt.wait)
 
 
 def exporter(
     access: Access,
+    run_id: OfClusterOption = "",
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 9747,
 ) -> None:
@@ -65,10 +76,9 @@ def exporter(
     _require("exporter", "metrics", "prometheus_client")
     from rdzv_plugins.observe.exporter import Exporter
     from rdzv_plugins.observe.page_access import PageAccess
-    from rdzv_plugins.observe.survey import Survey
 
     where, who = _where(access), PageAccess(host, access.settings)
-    survey = Survey(access.open, access.archive)
+    survey = _survey(access, run_id)
     # Two looks tell whether a heartbeat moves: the second is the first scrape.
     survey.look()
     source = Exporter(survey)
@@ -80,6 +90,13 @@ def exporter(
     typer.echo(f"{url}/metrics has the runs of {where}; Ctrl-C ends it")
     interrupt.wait()
     source.close()
+
+
+def _survey(access: Access, run_id: str) -> Survey:
+    surveys = access.surveys(run_id)
+    if len(surveys) != 1:
+        raise ValueError(f"{len(surveys)} runs have a store at {access.endpoint}: name one with -i")
+    return surveys[0]
 
 
 def _cannot_listen(host: str, port: int, error: Exception) -> ValueError:

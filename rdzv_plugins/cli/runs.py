@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import socket
 import time
 from collections import Counter
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from rdzv_plugins.observe.history import Archive, Listed, Row
     from rdzv_plugins.observe.inspection import Inspection, NodeState
     from rdzv_plugins.observe.survey import Seen
+    from rdzv_plugins.protocol.documents import RoundDocument
 
 _NODES_SHOWN = 32
 _ROUNDS_SHOWN = 10
@@ -45,7 +45,7 @@ _ROUNDS_KEPT = 3
 _FRAME = 4
 _AS_IT_SHOULD_BE = 2
 
-_STATUSES = {"running": 0, "forming": 3, "absent": 4, "dead": 5, "closed": 6}
+STATUSES = {"running": 0, "forming": 3, "absent": 4, "dead": 5, "closed": 6}
 """Exit statuses by `inspection.Condition`; 1 and 2 are for errors."""
 
 _UNKNOWN = "unknown"
@@ -104,11 +104,12 @@ def list_runs(
     from rich.table import Table
     from rich.text import Text
 
-    from rdzv_plugins.observe.survey import Survey
-
-    with closing(Survey(access.open, access.archive)) as survey:
-        survey.settle()
-        found = [(it.listed, it) for it in survey.runs.values() if it.listed is not None]
+    with ExitStack() as opened:
+        surveys = [opened.enter_context(closing(it)) for it in access.surveys()]
+        for survey in surveys:
+            survey.settle()
+        every = (it for survey in surveys for it in survey.runs.values())
+        found = [(it.listed, it) for it in every if it.listed is not None]
         if conditions:
             found = [(it, seen) for it, seen in found if _known(seen) in conditions]
         if sort:
@@ -165,7 +166,7 @@ def _rounded(seconds: float) -> str:
 
 def status(
     about: OneRun,
-    wait: Annotated[str, typer.Option(help=f"until the run is so: {', '.join(_STATUSES)}")] = "",
+    wait: Annotated[str, typer.Option(help=f"until the run is so: {', '.join(STATUSES)}")] = "",
     timeout: Annotated[float, typer.Option(help="seconds to wait at most")] = 300.0,
     every: Annotated[bool, typer.Option("--all", help="all nodes, however many")] = False,
 ) -> None:
@@ -178,7 +179,7 @@ def status(
     from msgspec import to_builtins
 
     if wait:
-        _refuse_unless_one_of(wait, _STATUSES, "--wait")
+        _refuse_unless_one_of(wait, STATUSES, "--wait")
     run_id = about.run
     with about.inspect_one(run_id) as seen:
         if wait:
@@ -201,7 +202,7 @@ def status(
                 typer.echo("--all shows all nodes")
     if wait and condition != wait:
         raise in_vain(f"run '{run_id}' was not {wait} within {timeout:g} s")
-    raise typer.Exit(_STATUSES[condition])
+    raise typer.Exit(STATUSES[condition])
 
 
 def history(
@@ -266,21 +267,21 @@ def watch(about: OneRun) -> None:
                 show = partial(live.update, refresh=True)
                 _look_on(seen, lambda: show(_on_a_screen(seen, console)), lambda it: show(Text(it)))
     if seen.condition is Condition.ABSENT:
-        raise typer.Exit(_STATUSES[seen.condition.value])
+        raise typer.Exit(STATUSES[seen.condition.value])
 
 
 def close(about: OneRun) -> None:
     """Close a run: the current round trains to its end, and no further round forms.
 
     First it watches until a heartbeat comes, or one that was due has not come: up to 12 s. It
-    notes the end of a dead run.
+    notes the end of a dead run. The id is free once no node trains in the run.
     """
     from rdzv_plugins.observe.inspection import Condition
     from rdzv_plugins.process.driver import carry_out
     from rdzv_plugins.protocol.cleanup import close_run
-    from rdzv_plugins.protocol.documents import Outcome, Phase, RoundDocument
+    from rdzv_plugins.protocol.documents import Outcome
 
-    run_id, as_json, why = about.run, about.as_json, "closed by the command rdzv close"
+    run_id, why = about.run, "closed by the command rdzv close"
     stood: list[RoundDocument] = []
 
     def may_close(document: RoundDocument) -> bool:
@@ -288,38 +289,51 @@ def close(about: OneRun) -> None:
         return True
 
     with about.inspect_one(run_id, surely=True) as seen:
-        client, archive = seen.client, seen.archive
         was, ttl = seen.condition, about.settings.sweep_after
-        data: dict[str, Any] = {"order": "close", "run": run_id, "was": was.value}
+        say = partial(tell, about.as_json, order="close", run=run_id)
         gone = seen.document is None
-        if gone and was is Condition.DEAD and archive.end_by_hand(f"{why}; nobody lived in it"):
+        if (
+            gone
+            and was is Condition.DEAD
+            and seen.archive.end_by_hand(f"{why}; nobody lived in it")
+        ):
             said = f"closed run '{run_id}': nobody lives in it; its id is free"
-            tell(as_json, said, **data, free_in=0.0)
+            say(said, was=was.value, free_in=0.0)
             return
         if was is not Condition.CLOSED:
             work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close)
             # The line below tells it.
-            if gone or not carry_out(client, archive, work, tell=lambda _: None):
-                raise no_run(client, run_id)
-        if not stood:  # Also where another closed it meanwhile.
-            seen.look()
-            how = seen.document.reason if seen.document is not None else seen.sentence
-            free_in, free = free_soon(seen)
-            data |= {"was": Condition.CLOSED.value, "free_in": free_in}
-            tell(as_json, f"run '{run_id}' was closed before: {how}{free}", **data)
+            if gone or not carry_out(seen.client, seen.archive, work, tell=lambda _: None):
+                raise no_run(seen.client, run_id)
+        if stood:
+            free_in, line = _what_goes_on(seen, stood[-1], ttl)
+            say(f"closed run '{run_id}': {line}", was=was.value, free_in=free_in)
             return
-    now = ""
-    if was is Condition.DEAD:
-        said, now = "nobody lives in it", f"; now: rdzv clean -i {shlex.quote(run_id)}"
-    elif stood[-1].phase is not Phase.RUNNING:
+        seen.look()  # Another command closed it, now or before.
+        how = seen.document.reason if seen.document is not None else seen.sentence
+        free_in, free = free_soon(seen)
+        said = f"run '{run_id}' was closed before: {how}{free}"
+        say(said, was=Condition.CLOSED.value, free_in=free_in)
+
+
+def _what_goes_on(seen: Inspection, before: RoundDocument, ttl: float) -> tuple[float | None, str]:
+    """In how many seconds the id of a run is free that was closed now, None: not known; a line."""
+    from rdzv_plugins.observe.inspection import Condition
+    from rdzv_plugins.protocol.documents import Names, Phase, labels
+
+    if seen.condition is Condition.DEAD:
+        now = seen.archive.command("clean")
+        return ttl, f"nobody lives in it; its id is free in {ttl:g} s; now: {now}"
+    if before.phase is not Phase.RUNNING:
         said = "no round runs, and none forms; the agents that wait end"
-    elif seen.is_sure:
-        said = "the current round continues, no further round forms"
-    else:
-        latest = seen.last_beat and f": the last heartbeat came at {seen.last_beat}"
-        said = f"the current round continues if its nodes live{latest}; no further round forms"
-    line = f"closed run '{run_id}': {said}; its id is free in {ttl:g} s{now}"
-    tell(as_json, line, **data, free_in=ttl)
+        return ttl, f"{said}; its id is free in {ttl:g} s"
+    live = (node for node in before.ranks if node in seen.records and not seen.is_silent(node))
+    who = Names().plus(labels(seen.records, live)) or f"{before.size} nodes"
+    latest = "" if seen.is_sure else f" if they live, whose last heartbeat came at {seen.last_beat}"
+    return None, (
+        f"{who} train on in round {before.round}{latest}, and no further round forms; its id is "
+        f"free {ttl:g} s after their workers have ended"
+    )
 
 
 def clean(
@@ -339,7 +353,7 @@ def clean(
     from rdzv_plugins.kv.sealed import why_unreadable
     from rdzv_plugins.observe.history import list_runs
     from rdzv_plugins.observe.inspection import Condition, is_torchs
-    from rdzv_plugins.protocol.documents import STATE_KEY
+    from rdzv_plugins.protocol.documents import STATE_KEY, Names, RoundDocument
 
     run_id = one_run(about.run_id, about.first, needed=False)
     if dead:
@@ -359,9 +373,10 @@ def clean(
             raise ValueError(f"run '{run_id}' is of handler=torch and may be live: use --force")
         alive = _beating(client)
         if alive and not force:
+            closed = (entry := client.get(STATE_KEY)) and RoundDocument.decode(entry.value).closed
+            then = "wait until their workers have ended" if closed else "close it first"
             raise ValueError(
-                f"run '{run_id}' has live nodes: {', '.join(sorted(alive)[:4])}; "
-                "close it first, or use --force"
+                f"run '{run_id}' has live nodes: {Names().plus(alive)}; {then}, or use --force"
             )
         archive = about.archive(run_id)
         _delete(client, archive, run_id, ended=not alive, as_json=about.as_json)

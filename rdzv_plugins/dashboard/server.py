@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from importlib.resources import files
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -88,11 +89,15 @@ class Dashboard:
         host, port = self._socket.getsockname()[:2]
         return f"http://{at(host, port)}"
 
-    def serve(self) -> None:
-        """Serve until SIGINT or SIGTERM."""
-        # uvicorn raises the signal again once it has ended.
-        with suppress(KeyboardInterrupt):
-            self._server.run(sockets=[self._socket])
+    def serve(self, wait: Callable[[], None]) -> None:
+        """Serve until ``wait`` returns."""
+        # In a thread uvicorn handles no signals: a signal in its event loop would show a traceback.
+        sockets = {"sockets": [self._socket]}
+        server = Thread(target=self._server.run, kwargs=sockets, name="rdzv-page", daemon=True)
+        server.start()
+        wait()
+        self._server.should_exit = True
+        server.join()
 
     @property
     def port(self) -> int:

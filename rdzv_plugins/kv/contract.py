@@ -123,7 +123,7 @@ class MembersUp(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         more = self.up - (self.size // 2 + 1)
-        survives = f"survives the loss of {more or 'none'}{' more' if more > 0 else ''}"
+        survives = f"survives the loss of {more} more" if more else "survives no further loss"
         state = survives if more >= 0 else "has no majority, so nothing can be written"
         return f"{self.up} of {self.size} members of the store are up; it {state}"
 
@@ -307,6 +307,14 @@ class KeyValueClient(ABC):
     def of_run(cls, options: Any, run_id: str) -> Any:
         """The options of a client for this run; a store may derive options from the run's id."""
         return options
+
+    @classmethod
+    def clusters(cls, endpoint: str, options: Any) -> tuple[set[str], bool]:
+        """The clusters of nodes that run this store at the endpoint, and whether all hosts answer.
+
+        With a cluster in ``options``, only this one is looked for.
+        """
+        return set(), False
 
     @classmethod
     def attend(

@@ -63,7 +63,9 @@ _CONTROLS = re.compile(
 )
 # Free text of people and errors, which is cleaned. A control character in another field is refused,
 # because it is part of a name.
-_FREE = frozenset({"why", "note", "unfit", "restart", "reason", "policy", "unreached", "out"})
+_FREE = frozenset(
+    {"why", "note", "unfit", "restart", "drain_why", "reason", "policy", "unreached", "out"}
+)
 
 _LAST_YEAR = 9000
 

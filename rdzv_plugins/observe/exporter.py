@@ -156,7 +156,7 @@ def _now(
     yield "rdzv_last_call_ends_timestamp_seconds", [], inspection.last_call_until or nan
     if inspection.members_up is not None:
         yield "rdzv_store_members_up", [], inspection.members_up.up
-    clocks = {it.address: it.clock for it in nodes if it.address and it.clock is not None}
+    clocks = {it.host: it.clock for it in nodes if it.host and it.clock is not None}
     for host, seconds in clocks.items():
         yield "rdzv_clock_difference_seconds", [host], seconds
 

@@ -7,10 +7,10 @@ one run id, ``!runs`` an entry for each run id, ``!excluded`` the hosts that eac
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from shlex import quote
+from shlex import join
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -30,7 +30,7 @@ from rdzv_plugins.kv.gate import (
 )
 from rdzv_plugins.kv.retry import pause_after
 from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed, why_unreadable
-from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, RoundDocument
+from rdzv_plugins.protocol.documents import NOBODY, Exclusion, Names, Outcome, Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import RoundRecord
 from rdzv_plugins.settings.run_ids import is_possible
 
@@ -113,15 +113,26 @@ class Archive:
         open: connects to the namespace of a run id.
         history_ttl: seconds that rounds and the entry in the list are kept; 0: neither is written.
         briefly: connects for `note` and `exclusions`, without which a run goes on; None: ``open``.
+        where: the arguments with which a command reaches the store.
     """
 
     def __init__(
-        self, open: Open, run_id: str, history_ttl: float, briefly: Open | None = None
+        self,
+        open: Open,
+        run_id: str,
+        history_ttl: float,
+        briefly: Open | None = None,
+        where: Sequence[str] = (),
     ) -> None:
-        self._open, self._briefly = open, briefly or open
+        self._open, self._briefly, self._where = open, briefly or open, where
         self._run_id = run_id
         self._history_ttl = history_ttl
         self._kept = max(_TOMBSTONE_SECONDS, history_ttl)
+
+    def command(self, name: str, *arguments: str) -> str:
+        """A command about the run, or without an id about all, that a person can paste."""
+        run = ["-i", self._run_id] if self._run_id else []
+        return join(["rdzv", name, *run, *self._where, *arguments])
 
     def _own(self) -> closing[KeyValueClient]:
         return closing(self._open(archive_run_id(self._run_id)))
@@ -200,12 +211,17 @@ class Archive:
         both = (row.incarnation, row.at) == (listed.incarnation, listed.at)
         return row if both or row.at > listed.at else listed
 
-    def free_in(self, ended: RoundDocument, now: datetime) -> tuple[float | None, str]:
+    def free_in(
+        self, ended: RoundDocument, now: datetime, at_work: Names = NOBODY
+    ) -> tuple[float | None, str]:
         """Seconds until the id of a closed run is free, None: not known; and in words, what to do.
 
         By two wall clocks, for people. ``closed_ttl`` tells only how long whoever closed the run
-        may have meant it to stay.
+        may have meant it to stay. ``at_work``: the nodes that train on.
         """
+        if at_work:
+            train = "trains" if at_work.count == 1 else "train"
+            return None, f"its id is taken while {at_work} {train} in its last round"
         # A node that closes a run says last that its keys expire.
         rows = self.rows() if ended.expires else []
         for row in reversed(rows):
@@ -213,9 +229,14 @@ class Archive:
                 since = now - datetime.fromisoformat(row.at)
                 # More, and less than nothing, are another clock's, or a store's that is late.
                 if 0 < (left := row.kept - since.total_seconds()) <= row.kept:
-                    return left, f"its id is free in {left:.0f} s; now: {_clean(self._run_id)}"
+                    return left, f"its id is free in {left:.0f} s; now: {self.command('clean')}"
                 break
-        return None, free_now(self._run_id)
+        return None, self.free_now
+
+    @property
+    def free_now(self) -> str:
+        """Advice for where nobody knows when the id of a closed run is free."""
+        return f"to free its id now: {self.command('clean')}"
 
     def end_by_hand(self, reason: str) -> bool:
         """Note the end of the id's last run where nobody lives who would; whether it was not noted.
@@ -246,13 +267,13 @@ class Archive:
         """Keep an exclusion for the runs of this id, or for all; it replaces that of its host."""
         self._change_exclusions(lambda held: (*held, exclusion), now, all_runs)
 
-    def include(self, host: str, now: float, *, all_runs: bool = False) -> bool:
-        """Take back the exclusion of a host; whether there was one."""
+    def include(self, hosts: Collection[str], now: float, *, all_runs: bool = False) -> bool:
+        """Take back the exclusions of a host of these names; whether there was one."""
         found = []
 
         def without(held: tuple[Exclusion, ...]) -> tuple[Exclusion, ...]:
-            found.append(any(it.host == host for it in held))
-            return tuple(it for it in held if it.host != host)
+            found.append(any(it.host in hosts for it in held))
+            return tuple(it for it in held if it.host not in hosts)
 
         self._change_exclusions(without, now, all_runs)
         return found[-1]
@@ -317,11 +338,6 @@ class Archive:
         client.delete_many([run for run, it in runs.items() if it.until < _iso(at)])
 
 
-def free_now(run_id: str) -> str:
-    """Advice for where nobody knows when the id of a closed run is free."""
-    return f"to free its id now: {_clean(run_id)}"
-
-
 def list_runs(open: Callable[[str], KeyValueClient]) -> dict[str, Listed]:
     """All runs of the last ``history_ttl`` seconds under the prefix, by run id."""
     with closing(open(LIST)) as client:
@@ -346,10 +362,6 @@ def read_list(client: KeyValueClient) -> dict[str, Listed]:
 def archive_run_id(run_id: str) -> str:
     """The run id whose namespace is the archive of ``run_id``."""
     return f"!archive/{run_id}"
-
-
-def _clean(run_id: str) -> str:
-    return f"rdzv clean -i {quote(run_id)}"
 
 
 def _decode(

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from shlex import quote
 from typing import Any
 
 from msgspec import Struct, to_builtins
@@ -20,13 +19,16 @@ from rdzv_plugins.kv import Entry, KeyValueClient, MembersUp, RendezvousStateErr
 from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.observe.history import Archive, Listed, Row
 from rdzv_plugins.protocol.documents import (
+    NOBODY,
     NODES_PREFIX,
     STATE_KEY,
     TORCH_STATE_KEY,
+    Names,
     NodeRecord,
     Phase,
     RoundDocument,
     Status,
+    at_work,
 )
 from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.protocol.policies.kept_out import as_data, in_force, why_kept_out
@@ -83,6 +85,7 @@ class NodeState(Struct, frozen=True, kw_only=True):
 
     node: str
     name: str
+    host: str | None
     address: str | None
     pid: int | None
     rank: int | None
@@ -198,7 +201,7 @@ class Inspection:
     def clocks(self) -> str:
         """The hosts whose wall clocks differ from this one's by more than a few seconds."""
         differ = {
-            record.address: clock
+            record.host: clock
             for node, record in self.records.items()
             if (clock := self.clock_of(node)) is not None
         }
@@ -284,13 +287,21 @@ class Inspection:
         return (
             "not known yet whether its nodes live: they send heartbeats every "
             f"{max(it.interval for it in records):g} s{latest and f', the last at {latest}'}; "
-            f"rdzv status -i {quote(self.run_id)} watches for longer"
+            f"{self.archive.command('status')} watches for longer"
         )
 
     @property
     def _needs_no_watch(self) -> bool:
         document = self.document
-        return document.closed if document is not None else not self._waits_to_be_fit
+        if document is None:
+            return not self._waits_to_be_fit
+        return document.closed and not self.at_work
+
+    @property
+    def at_work(self) -> Names:
+        """The nodes that train on in a run that was closed by request."""
+        document = self.document
+        return at_work(document, self.records, self.is_silent) if document is not None else NOBODY
 
     @property
     def _asked(self) -> list[str]:
@@ -405,6 +416,7 @@ class Inspection:
         return NodeState(
             node=node,
             name=record.label if record is not None else node,
+            host=record.host if record is not None else None,
             address=record.address if record is not None else None,
             pid=record.pid if record is not None else None,
             rank=document.ranks.get(node),

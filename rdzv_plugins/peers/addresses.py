@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, TypeVar
 import ifaddr
 
 from rdzv_plugins.kv.exhaustion import exhausted, require_descriptors
+from rdzv_plugins.kv.gate import is_host
 from rdzv_plugins.settings.endpoint import Place
 
 T = TypeVar("T")
@@ -211,6 +212,30 @@ def own_names() -> set[str]:
     """This host's name, in full and up to its first dot, in lower case; never ``localhost``."""
     name = socket.gethostname().lower()
     return {name, name.partition(".")[0]} - {"localhost"}
+
+
+def host_names(local_addr: str | None, members: Iterable[str]) -> tuple[str, ...]:
+    """What people call this host, in lower case; they see the first name.
+
+    In this order: its name among the members of a store that nodes run, ``local_addr``, its own
+    name. Returns within 2 s even if name resolution hangs.
+    """
+    mine = own_names()
+
+    def is_mine(name: str) -> bool:
+        return name in mine or any(is_own_ip(it) and not is_loopback(it) for it in resolved(name))
+
+    named = [it.lower() for it in members if not _is_ip(it)]
+    named = _in_time(lambda: [it for it in named if is_mine(it)], [])
+    every = [*named, (local_addr or "").lower(), *sorted(mine, key=len, reverse=True)]
+    return tuple(dict.fromkeys(it for it in every if is_host(it) and it != "localhost"))
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 def dialled_here(names: Iterable[str]) -> dict[str, list[str]]:

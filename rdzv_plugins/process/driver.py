@@ -103,6 +103,7 @@ class Driver:
         self._nudges: SimpleQueue[None] = SimpleQueue()
         self._outcomes: SimpleQueue[effects.JoinOutcome] = SimpleQueue()
         self._outage_since: float | None = None
+        self._accepted_at = time.monotonic()
         self._logged_outage = self._logged_refusal = False
         # When each refusal was logged last.
         self._refusals: dict[str, float] = {}
@@ -419,7 +420,7 @@ class Driver:
             return
         denied, now = isinstance(error, AccessDeniedError), time.monotonic()
         if self._outage_since is None:
-            self._outage_since = now
+            self._outage_since = self._accepted_at
         elif self._logged_refusal or (self._logged_outage and not denied):
             return
         text = str(error)
@@ -441,7 +442,10 @@ class Driver:
             self._log.warning(f"{text} -- what runs goes on, and this node keeps trying")
 
     def _note_success(self, request: effects.Effect[Any]) -> None:
-        if self._outage_since is None or type(request) in effects.LOCAL:
+        if type(request) in effects.LOCAL:
+            return
+        self._accepted_at = time.monotonic()
+        if self._outage_since is None:
             return
         seconds = time.monotonic() - self._outage_since
         if self._host_is_exhausted:

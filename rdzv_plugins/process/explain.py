@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -11,12 +12,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.gate import plain
-from rdzv_plugins.observe.history import Archive, free_now
-from rdzv_plugins.protocol.documents import NODES_PREFIX, Outcome, Status
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Outcome, Status, at_work
 from rdzv_plugins.protocol.effects import JoinOutcome
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
+from rdzv_plugins.protocol.states import is_due
 
 # Other nodes see at most this many characters of an OSError's text.
 _LONGEST_REASON = 200
@@ -106,8 +108,11 @@ class Refusal:
         # Thousands of nodes of the run may come here at once; only newcomers ask the store.
         if ended is not None and not was_in_the_run:
             with suppress(RendezvousConnectionError, RendezvousStateError):
-                return self._archive.free_in(ended, datetime.now(UTC))[1]
-        return free_now(self._run_id)
+                read = {key: readable(it) for key, it in self._client.list(NODES_PREFIX).items()}
+                records = {key: it for key, it in read.items() if it is not None}
+                working = at_work(ended, records, lambda it: seems_silent(records[it]))
+                return self._archive.free_in(ended, datetime.now(UTC), working)[1]
+        return self._archive.free_now
 
     def _who_came(self, outcome: JoinOutcome) -> tuple[str, str]:
         """How many nodes came for a round that did not form, and a sentence about the end."""
@@ -126,6 +131,11 @@ class Refusal:
         if said is None:
             return came, "nothing is known of it"
         return came, str(said.at_the_end(left, gave_up))
+
+
+def seems_silent(record: NodeRecord) -> bool:
+    """Whether a heartbeat was due by the clocks of two hosts."""
+    return is_due(time.time() - record.at - 1.0, record)
 
 
 def what_failed(error: BaseException) -> str:

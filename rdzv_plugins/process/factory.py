@@ -28,7 +28,7 @@ from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.observe.logs import set_up, told
 from rdzv_plugins.observe.metrics import refuse_unless_installed
 from rdzv_plugins.observe.page_access import refuse_open_metrics
-from rdzv_plugins.peers.addresses import is_at_loopback, is_out_of_reach, node_address
+from rdzv_plugins.peers.addresses import host_names, is_at_loopback, is_out_of_reach, node_address
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.process.signals import deaf_parent
 from rdzv_plugins.process.worker import refuse_in_a_worker
@@ -37,7 +37,7 @@ from rdzv_plugins.protocol.sizes import Sizes
 from rdzv_plugins.settings.endpoint import Place, redact
 from rdzv_plugins.settings.environment import environment
 from rdzv_plugins.settings.options import Settings
-from rdzv_plugins.settings.parsing import idle_options, option_names, without_effect
+from rdzv_plugins.settings.parsing import as_typed, idle_options, option_names, without_effect
 from rdzv_plugins.settings.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.settings.topology import find_domain
 from rdzv_plugins.stores import attend, load, opener, strange_variables
@@ -163,7 +163,8 @@ def _make(
         log.info("run '%s': connected to %s '%s'", params.run_id, name, at)
         seconds = min(settings.request_timeout, _OPTIONAL_SECONDS)
         briefly = partial(connect, request_timeout=seconds)
-        archive = Archive(connect, params.run_id, settings.history_ttl, briefly)
+        where = as_typed(name, params.endpoint, params.config, store.options)
+        archive = Archive(connect, params.run_id, settings.history_ttl, briefly, where)
         return _over(opened, archive, attendance, params, settings, address, place)
     except BaseException:
         opened.close()
@@ -249,6 +250,7 @@ def _over(
         rules,
         settings,
         address,
+        names=host_names(params.local_addr, place.names),
         store_is_here=partial(is_at_loopback, place),
         attendance=attendance,
     )

@@ -105,6 +105,7 @@ class StoreRendezvousHandler(RendezvousHandler):
     Args:
         client: the run's namespace; the handler closes it.
         address: at which other nodes reach this node.
+        names: as of `NodeRecord`.
         store_is_here: whether the store's address is loopback, so that other hosts may reach a
             different store. It is called only after a join has timed out.
         attendance: this node's part in a store that nodes run; the handler closes it.
@@ -124,6 +125,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         rules: Rules,
         settings: Settings,
         address: str,
+        names: tuple[str, ...] = (),
         store_is_here: Callable[[], bool] = bool,
         attendance: Attendance | None = None,
     ) -> None:
@@ -147,6 +149,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         has_links = self._listener is not None and rules.answer is not None
         record = NodeRecord(
             address=address,
+            names=names,
             pid=os.getpid(),
             beat=0,
             status=Status.JOIN,

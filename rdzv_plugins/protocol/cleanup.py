@@ -83,6 +83,9 @@ def close_run(
         closed = _closed(document, node_id, outcome, why, may_close)
         if closed is None:
             yield from _leave_closed(document, entry, why, sweep_after, told)
+            if document.outcome is Outcome.CLOSED and latest is not None:
+                # This node trains in the closed run no longer.
+                yield from Drop((NODES_PREFIX + node_id,))
             return document.closed
         expected = entry.version if entry else None
         entry, written = yield from CompareAndSet(STATE_KEY, closed.encode(), expected)

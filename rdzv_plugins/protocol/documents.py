@@ -180,6 +180,9 @@ class Names(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Names(kept, self.more) if kept != self.first else self
 
 
+NOBODY = Names()
+
+
 class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why a round forms, by what happened to which nodes. Amended while the round forms.
 
@@ -197,7 +200,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         held: participants of the last round that do not fit into whole units and segments.
         drained: nodes that a person took out for good.
         excluded: nodes whose hosts a person or the leader keeps out for a time.
-        why: the reason of the exclusions, in the words of whoever excluded them.
+        why: the reasons of people who drained or excluded nodes.
         note: any other reason.
     """
 
@@ -224,10 +227,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             f"{failed} joined again ({whose} workers failed)" if failed else "",
             f"{self.evicted} left out: did not ask for this round in time" if self.evicted else "",
             f"no connection between {self.apart}" if self.apart else "",
-            f"drained {self.drained}" if self.drained else "",
-            f"excluded {self.excluded}" + (f": {self.why}" if self.why else "")
-            if self.excluded
-            else "",
+            self._why_kept_out,
             f"{self.joined} joined" if self.joined else "",
             f"{self.held} left over from whole units or segments" if self.held else "",
             self.note,
@@ -263,6 +263,12 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             else:
                 parts.append(f"lost {names}: their processes are gone, as {by} found")
         return "; ".join(parts)
+
+    @property
+    def _why_kept_out(self) -> str:
+        both = (("drained", self.drained), ("excluded", self.excluded))
+        said = "; ".join(f"{what} {nodes}" for what, nodes in both if nodes)
+        return f"{said}: {self.why}" if said and self.why else said
 
     @property
     def _reasons(self) -> str:
@@ -422,6 +428,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         resize: an order to let newcomers in now.
         grew: the last round that let newcomers in.
         short_rounds: how many of the last rounds in a row ran for less than ``no_progress_uptime``.
+        drain_why: a person's reason for the last drain.
         excluded: hosts that people keep out for a time.
         quarantined: hosts that the leader keeps out for a time, because they ended round after
             round.
@@ -461,6 +468,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     grew: Count = 0
     short_rounds: Count = 0
     drained: Ids = ()
+    drain_why: Text = ""
     excluded: Annotated[tuple[Exclusion, ...], Long] = ()
     quarantined: Annotated[tuple[Exclusion, ...], Long] = ()
     strikes: Annotated[tuple[Strikes, ...], Long] = ()
@@ -603,6 +611,7 @@ class NodeRecord(
     """A node's record of itself, which no other node writes.
 
     Attributes:
+        names: of its host, in lower case: the one to show, then the others.
         beat: grows with every write; a node whose beat stands still is lost.
         incarnation: the run to which ``round`` and ``world_id`` belong; None before the first
             round.
@@ -636,6 +645,7 @@ class NodeRecord(
     """
 
     address: Id
+    names: Annotated[tuple[Id, ...], Meta(max_length=8)] = ()
     pid: Nodes
     status: Status
     round: Annotated[int, Meta(ge=-1, le=2**53)]
@@ -669,8 +679,18 @@ class NodeRecord(
     beat: Count
 
     @property
+    def host(self) -> str:
+        """What people call the node's host."""
+        return self.names[0] if self.names else self.address
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Its host's names and its address: an order may name the host by any of them."""
+        return (*self.names, self.address)
+
+    @property
     def label(self) -> str:
-        return f"{self.address}[{self.pid}]"
+        return f"{self.host}[{self.pid}]"
 
     @property
     def asks(self) -> bool:
@@ -709,8 +729,9 @@ class NodeRecord(
                 raise RefusedValueError(
                     f"a beat every {record.interval} s, a lease of {record.lease} s - at `$.lease`"
                 )
-            if record.address not in KNOWN_HOSTS and not is_host(record.address):
-                raise RefusedValueError("the name or number of no host - at `$.addr`")
+            for host in record.called:
+                if host not in KNOWN_HOSTS and not is_host(host):
+                    raise RefusedValueError("the name or number of no host - at `$.addr`")
             if record.master is not None and not is_master(record.master):
                 raise RefusedValueError("no address:port - at `$.master`")
         except (*UNREADABLE, RefusedValueError) as error:
@@ -727,6 +748,18 @@ def digest_of(incarnation: str, nodes: Iterable[str]) -> str:
 def labels(records: Mapping[str, NodeRecord], nodes: Iterable[str]) -> list[str]:
     """The nodes' labels; the id of a node without a record."""
     return [records[node].label if node in records else node for node in nodes]
+
+
+def at_work(
+    document: RoundDocument,
+    records: Mapping[str, NodeRecord],
+    is_silent: Callable[[str], bool],
+) -> Names:
+    """The nodes whose workers go on in a run that was closed by request."""
+    if document.outcome is not Outcome.CLOSED:
+        return NOBODY
+    runs = (node for node, it in records.items() if it.status is Status.RUN and not is_silent(node))
+    return Names().plus(labels(records, runs))
 
 
 def _ranks(nodes: tuple[str, ...], shards: Shards | None) -> dict[str, int]:

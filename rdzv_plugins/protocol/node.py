@@ -28,6 +28,7 @@ from rdzv_plugins.protocol.documents import (
     CorruptDocumentError,
     Found,
     NodeRecord,
+    Outcome,
     Phase,
     RoundDocument,
     SealedRunError,
@@ -39,6 +40,7 @@ from rdzv_plugins.protocol.effects import (
     DialPeer,
     Drop,
     Effects,
+    Expire,
     FinishJoin,
     JoinOutcome,
     KeepLinks,
@@ -68,6 +70,9 @@ _LINKS_SECONDS = 1.0
 
 # A node that waits for rank 0's TCPStore looks at the document this often.
 _LOOK_SECONDS = 1.0
+
+# The ranks that keep the id of a closed run while they train: no world trains on without them.
+_KEEPERS = range(16)
 
 _PAUSES = (Rest, Park)
 
@@ -128,6 +133,7 @@ class Node:
             node_id, rules, clock, seen, self._heartbeat, self._join, self._contact
         )
         self._network = NetworkCheck(node_id, rules.lease, clock, seen.read_record)
+        self._keeps_id_at = -math.inf
         # The store refused a request of this node, so the node reads before it beats again.
         self._reads_first = False
         # The document by which `_waiting` was last computed.
@@ -168,7 +174,7 @@ class Node:
 
     @property
     def _is_at_work(self) -> bool:
-        # In a closed run nobody beats, and no node goes on without it.
+        # No node of a closed run goes on without this one.
         runs = self.record.status is Status.RUN and self._join.given is not None
         return runs and not self._join.waits and not self._seen.closed
 
@@ -437,7 +443,9 @@ class Node:
     def _look(self) -> Effects[None]:
         """Beat if that is due, and read what a decision needs."""
         seen = self._seen
-        if self._beats and not seen.closed:
+        if self._trains_on:
+            yield from self._keep_id()
+        if self._beats and (not seen.closed or self._trains_on):
             if self._reads_first:
                 # Others would wait for a node that beats and may read nothing.
                 yield from seen.read_document()
@@ -447,6 +455,21 @@ class Node:
         yield from seen.observe()
         for line in seen.unbelieved.take():
             yield from Tell("unreadable", f"it counts as absent: {line}")
+
+    @property
+    def _trains_on(self) -> bool:
+        """Whether this node's round goes on in a run that was closed by request."""
+        document, works = self.document, self.record.status in (Status.RUN, Status.DONE)
+        by_hand = document is not None and document.outcome is Outcome.CLOSED
+        return by_hand and works and not self._join.waits
+
+    def _keep_id(self) -> Effects[None]:
+        """Keep the closed run's keys, so that no other job has its id while workers train."""
+        if self.record.rank in _KEEPERS and self._clock() >= self._keeps_id_at:
+            self._keeps_id_at = self._clock() + self._rules.sweep_after / 4
+            yield from self._seen.read_document()
+            if self._trains_on:
+                yield from Expire(self._rules.sweep_after)
 
     def _tell_what_it_asked_for(self) -> Effects[None]:
         """Log it when this node has time: a line takes as long as a request to the store."""
@@ -697,7 +720,7 @@ class Node:
         """Wait for the bell as the leader, else for the document."""
         seen = self._seen
         until_beat = self._heartbeat.seconds_left
-        if seen.closed or not self._beats:
+        if not self._beats or (seen.closed and not self._trains_on):
             until_beat = self._rules.interval  # No beat is due.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
         if seen.misses_its_rank and self._clock() - seen.since.document < self._rules.interval:

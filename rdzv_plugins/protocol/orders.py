@@ -7,6 +7,7 @@ command that gave it, and needs only the nodes themselves.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from rdzv_plugins.protocol.policies.kept_out import without_hosts
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.situation import is_done
 from rdzv_plugins.protocol.sizes import Sizes, needed, world_size
+
+_LABEL = re.compile(r"(.+?)(?:\[(\d+)\])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +62,20 @@ class Given:
 
 
 def nodes_named(name: str, records: Mapping[str, NodeRecord]) -> list[str]:
-    """The nodes that have not ended and have this id, address, or label."""
+    """The nodes that have not ended and have this id or label, or are on this host."""
+    host, pid = host_and_pid(name)
     return [
         node
         for node, record in records.items()
-        if name in (node, record.label, record.address) and not record.has_ended
+        if (name == node or (host in record.called and pid in ("", str(record.pid))))
+        and not record.has_ended
     ]
+
+
+def host_and_pid(name: str) -> tuple[str, str]:
+    """The parts of a label; without a process id, which is then empty, the name of a host."""
+    found = _LABEL.fullmatch(name.lower())
+    return (found[1], found[2] or "") if found is not None else (name, "")
 
 
 def _always(_: Given) -> bool:
@@ -77,6 +88,7 @@ def drain(
     now: Callable[[], float],
     may: Callable[[Given], bool] = _always,
     is_silent: Callable[[str], bool] = lambda _: False,
+    why: str = "",
 ) -> Effects[Given]:
     """Take nodes out of the run for good; changes nothing if one of the names is unknown.
 
@@ -99,7 +111,7 @@ def drain(
 
     def drained(run: RoundDocument) -> RoundDocument:
         fresh = [node for node in dict.fromkeys(nodes) if node not in run.drained]
-        return replace(run, drained=(*run.drained, *fresh))
+        return replace(run, drained=(*run.drained, *fresh), drain_why=why)
 
     def given(run: RoundDocument) -> Given:
         return _given(run, records, nodes, is_silent, now())
@@ -168,23 +180,22 @@ def exclude(
     return (yield from _give_if(giver, document, excluded, given, may))
 
 
-def include(giver: str, host: str) -> Effects[Given]:
-    """Take an exclusion or a quarantine back; `Given.nodes` is the host if there was one."""
-    document, records = yield from _look()
+def include(giver: str, hosts: Collection[str]) -> Effects[bool]:
+    """Take back what keeps a host of these names out; returns whether anything did."""
+    document, _ = yield from _look()
     if document is None:
-        return Given()
-    was = any(it.host == host for it in (*document.excluded, *document.quarantined))
+        return False
 
     def included(run: RoundDocument) -> RoundDocument:
         return replace(
             run,
-            excluded=without_hosts(run.excluded, [host]),
-            quarantined=without_hosts(run.quarantined, [host]),
-            strikes=tuple(it for it in run.strikes if it.host != host),
+            excluded=without_hosts(run.excluded, hosts),
+            quarantined=without_hosts(run.quarantined, hosts),
+            strikes=tuple(it for it in run.strikes if it.host not in hosts),
         )
 
-    after = yield from give(giver, document.incarnation, included)
-    return Given(document=after, nodes=(host,) if was else (), left=len(records))
+    yield from give(giver, document.incarnation, included)
+    return any(it.host in hosts for it in (*document.excluded, *document.quarantined))
 
 
 def accuse(giver: str, names: Collection[str]) -> Effects[Given]:

@@ -72,9 +72,12 @@ def _went_on(view: View, document: RoundDocument, member: RoundDocument) -> bool
 
 
 def _of_orders(view: View, document: RoundDocument) -> Iterator[Remark]:
-    exclusion = exclusion_of(document, view.record.address, view.wall)
+    exclusion = exclusion_of(document, view.record, view.wall)
     if view.me in document.drained:
-        text = "this node was drained: the others go on without it, its agent ends with status 0"
+        why = f" ({document.drain_why})" if document.drain_why else ""
+        text = (
+            f"this node was drained{why}: the others go on without it, its agent ends with status 0"
+        )
         yield "drained", document.incarnation, text
     elif exclusion is not None:
         text = f"{describe_in_force(document, exclusion, view.wall)}; this node waits meanwhile"
@@ -82,7 +85,7 @@ def _of_orders(view: View, document: RoundDocument) -> Iterator[Remark]:
 
 
 def _of_a_spare(view: View, document: RoundDocument) -> Iterator[Remark]:
-    excluded = exclusion_of(document, view.record.address, view.wall) is not None
+    excluded = exclusion_of(document, view.record, view.wall) is not None
     if excluded or view.leader is None or not waits_for_a_living_round(view):
         return
     why = "which is full"

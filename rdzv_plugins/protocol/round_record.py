@@ -61,7 +61,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A node as a history names it.
 
     Attributes:
-        name: ``address[pid]``, or the node's id if its record was gone.
+        name: ``host[pid]``, or the node's id if its record was gone.
         rank: of a participant, in the round; of any other node, in the round before. None: the node
             had none, or the leader had not seen that round.
     """

@@ -200,6 +200,7 @@ def with_orders_of(document: RoundDocument, stored: RoundDocument) -> RoundDocum
     return replace(
         carried_over(replace(document, excluded=stored.excluded), document.excluded),
         drained=(*document.drained, *fresh),
+        drain_why=document.drain_why or stored.drain_why,
         restart=document.restart or stored.restart,
         resize=document.resize or stored.resize,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status
+from rdzv_plugins.protocol.documents import NodeRecord, Outcome, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.policies.kept_out import exclusion_of
 from rdzv_plugins.protocol.situation import fits
 
@@ -88,17 +88,18 @@ def state_of(
     asks, ended = record.asks, record.has_ended
     if document is None:
         document = _before_the_first(record)
-    beats, forms = not document.closed, document.phase is Phase.FORMING
-    out = beats and node not in document.ranks
-    excluded = out and exclusion_of(document, record.address, now) is not None
+    # In a closed run only nodes whose workers go on send heartbeats.
+    beats = not document.closed or document.outcome is Outcome.CLOSED
+    forms = document.phase is Phase.FORMING
+    out = not document.closed and node not in document.ranks
+    excluded = out and exclusion_of(document, record, now) is not None
     of_it = record.world_id == document.world_id
-    joins = (forms and fits(record, document)) or (not beats and record.status is Status.JOIN)
+    joins = (forms and fits(record, document)) or (document.closed and record.status is Status.JOIN)
     table = (
         (ended and record.status is Status.DONE, State.DONE),
         (ended and node in document.drained, State.DRAINED),
         (ended, State.LEFT),
         (called_lost, State.LOST),
-        # In a closed run nobody sends heartbeats.
         (beats and (lost or _is_left_behind(document, node, record)), State.LOST),
         (beats and silent, State.SILENT),
         (record.is_unfit, State.UNFIT),

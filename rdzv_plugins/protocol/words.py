@@ -245,7 +245,7 @@ def _dead(at: Situation, known: _Known) -> Diagnosis | None:
     if not at.live and _unfit(at):
         return Diagnosis(does=f"{stands}, no node is fit")
     if all(record.status is Status.LEFT for record in records.values()):
-        return Diagnosis(does=f"dead: {stands}, but all its nodes have left")
+        return Diagnosis(does=f"stopped: all nodes left during round {document.round}")
     if at.live:
         return None
     does = f"dead: {stands}, but none of its nodes lives"

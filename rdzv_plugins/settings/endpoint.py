@@ -65,6 +65,11 @@ class Place:
     of_nodes: bool = False
 
     @property
+    def names(self) -> list[str]:
+        """The names of nodes in the endpoint."""
+        return [host for host, _ in self.hosts] if self.of_nodes else []
+
+    @property
     def dialled(self) -> list[tuple[str, int]]:
         """The hosts, each with some port: a route depends on none."""
         return [(host, port or _ANY_PORT) for host, port in self.hosts]

@@ -130,7 +130,8 @@ class Settings:
     """with on_outage=stop: seconds without an accepted heartbeat after which a node stops its
     workers; none: the lease"""
     closed_ttl: float = option(60.0, least=0)
-    """seconds until the id of a closed run can be used again; at least the lease"""
+    """seconds for which the id of a closed run stays taken once no node trains in it; at least the
+    lease"""
     abandoned_ttl: float = option(3600.0, least=1)
     """seconds until the keys of a run without a leader expire; at least four leases"""
     history_ttl: float = option(604800.0, least=0)

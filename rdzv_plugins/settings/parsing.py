@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from rdzv_plugins.settings.endpoint import redact
 from rdzv_plugins.settings.environment import ENVIRONMENT_PREFIX
 from rdzv_plugins.settings.options import Settings
 
@@ -44,6 +45,15 @@ Options = TypeVar("Options")
 def option_names(*classes: type) -> list[str]:
     """The names of the options that the dataclasses define, in order."""
     return [item.name for cls in classes for item in fields(cls)]
+
+
+def as_typed(backend: str, endpoint: str, config: Mapping[str, object], options: type) -> list[str]:
+    """The arguments with which a command reaches the same store, without secrets."""
+    hidden = {it.name for it in fields(options) if it.metadata.get("secret")}
+    names = (name for name in option_names(options) if name in config and name not in hidden)
+    conf = ",".join(f"{name}={config[name]}" for name in names)
+    where = ["-b", backend, *(["-e", redact(endpoint)] if endpoint else [])]
+    return [*where, "-c", conf] if conf else where
 
 
 def parse_options(

@@ -66,12 +66,21 @@ def idle_arguments() -> list[str]:
     ]
 
 
+_DIFFERS = (
+    "rdzv run is torchrun, with these differences: a failure that the loss of a peer has caused "
+    "does not count against --max-restarts; a signal ends it with 128 and the signal's number; and "
+    "no process of the workers outlives a round. `rdzv docs commands` has all of them. Use it on "
+    "all nodes of a run or on none. Below is torchrun's own help."
+)
+
+
 def parse(arguments: Sequence[str]) -> Namespace:
     """The options of `rdzv run`: torchrun's, and its own."""
     from torch.distributed.argparse_util import check_env, env
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
+    parser.usage, parser.description = f"{OURS} [options] script ...", _DIFFERS
     own = parser.add_argument_group("options of rdzv run, which torchrun does not have")
     own.add_argument(
         "--warm",

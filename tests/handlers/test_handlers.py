@@ -158,6 +158,14 @@ class TestFinishedRuns:
         member = site.handler(1, 1, closed_ttl=50.0)
         site.join(member)
         member.set_closed()
+        taken = r"; its id is taken while \S+\[\d+\] trains in its last round$"
+        with pytest.raises(RendezvousClosedError, match=taken):
+            site.join(site.handler(1, 1, closed_ttl=900.0))
+        # Who was in the run does not ask: thousands would at once.
+        with pytest.raises(
+            RendezvousClosedError, match=r"; to free its id now: rdzv clean -i run$"
+        ):
+            site.join(member)
         with pytest.raises(RendezvousClosedError) as refused:
             site.join(site.handler(1, 1, closed_ttl=900.0))
         told = re.search(
@@ -165,11 +173,6 @@ class TestFinishedRuns:
         )
         assert told, refused.value
         assert 0 < int(told[1]) <= 50
-        # Who was in the run does not ask: thousands would at once.
-        with pytest.raises(
-            RendezvousClosedError, match=r"; to free its id now: rdzv clean -i run$"
-        ):
-            site.join(member)
 
     def test_a_refused_newcomer_is_told_no_time_that_nobody_noted(self, site: Site) -> None:
         member = site.handler(1, 1, closed_ttl=50.0)
@@ -177,6 +180,7 @@ class TestFinishedRuns:
         member.set_closed()
         with site.server.changed:
             site.server.keys(archive_run_id(site.run_id)).clear()
+        member.shutdown()
         with pytest.raises(
             RendezvousClosedError, match=r"; to free its id now: rdzv clean -i run$"
         ):

@@ -842,7 +842,9 @@ def test_id_of_a_run_that_has_ended(redis: RunningStore, run_id: str) -> None:
     assert f"'{run_id}' is held by a run that has ended (" in text
     # As long as the run left it, not as this job's closed_ttl says.
     _, _, left = text.partition("its id is free in ")
-    assert left.endswith(f" s; now: rdzv clean -i {run_id}; else use another --rdzv-id"), text
+    assert left.endswith(
+        f" s; now: rdzv clean -i {run_id} -b redis -e {redis.endpoint}; else use another --rdzv-id"
+    ), text
     assert 0 < int(left.partition(" ")[0]) <= 60
 
 
@@ -930,7 +932,7 @@ def test_quorum_once_a_majority_runs(
     ]  # fmt: skip
     assert told.of("members") == (
         "warning",
-        "2 of 3 members of the store are up; it survives the loss of none; start the "
+        "2 of 3 members of the store are up; it survives no further loss; start the "
         "agents of the other hosts",
     )
     made = {what: mark for mark, what, _ in told.lines}

@@ -315,7 +315,9 @@ def test_a_node_that_comes_after_the_end(submit: Submit, name: str) -> None:
     own = "answers" if name == "a" else "runs none yet"
     others = "127.0.0.2 runs none yet, 127.0.0.3 runs none yet"
     job.await_line(
-        name, f"waiting for a majority of the store's members: 127.0.0.1 {own}, {others}"
+        name,
+        f"waiting for the store, which has no majority of its members yet: 127.0.0.1 {own}, "
+        f"{others}",
     )
     assert job.await_ends(name) == {name: 1}
     job.await_line(name, f"had no majority of its members within 10 s: 127.0.0.1 {own}, {others}")
@@ -469,11 +471,13 @@ def test_commands_reach_it_from_any_host(submit: Submit) -> None:
         words = [command, "-i", job.run_id, *at]
         # A round is released to its agents before its leader notes it.
         assert until(lambda words=words: CliRunner().invoke(app, words).exit_code == 0, 30)  # type: ignore[misc]
+    # It looks for members of any run on the hosts.
+    assert job.run_id in CliRunner().invoke(app, ["list", *at]).output
+    refused = CliRunner().invoke(app, ["excluded", "--all-runs", *at])
+    assert isinstance(refused.exception, ValueError)
+    assert "takes no run, with --rdzv-conf=cluster=<its id>" in str(refused.exception)
     # A command that takes no run is told by the cluster whose members to ask.
     for without in (["list"], ["excluded", "--all-runs"]):
-        refused = CliRunner().invoke(app, [*without, *at])
-        assert isinstance(refused.exception, ValueError)
-        assert "takes no run, with --rdzv-conf=cluster=<its id>" in str(refused.exception)
         shown = CliRunner().invoke(app, [*without, *at, "-c", f"cluster={job.run_id}"])
         assert shown.exit_code == 0, shown.output
         assert without != ["list"] or job.run_id in shown.output
@@ -485,7 +489,7 @@ def test_a_quorum_with_a_member_away_is_told(submit: Submit) -> None:
     job.begin("abc")
     killed = job.agents["b"].kill()
     job.await_begun("ac", after=killed)
-    told = "2 of 3 members of the store are up; it survives the loss of none"
+    told = "2 of 3 members of the store are up; it survives no further loss"
     job.await_line("a", f"{told}; away: 127.0.0.2")
     at = ["-i", job.run_id, "--rdzv-backend=quorum", f"--rdzv-endpoint={quorum().endpoint}"]
     assert told in CliRunner().invoke(app, ["status", *at]).output
@@ -852,7 +856,7 @@ def test_members_that_are_away_are_counted(served: RunningStore, run_id: str) ->
         every = "3 of 3 members of the store are up; it survives the loss of 1 more"
         assert until(lambda: told() == every, 15), told()
         nodes(served)[0].kill()
-        two = "2 of 3 members of the store are up; it survives the loss of none"
+        two = "2 of 3 members of the store are up; it survives no further loss"
         assert until(lambda: told() == two, 15), told()
         nodes(served)[1].kill()
         with pytest.raises(RendezvousConnectionError, match="1 of 3 members answer"):

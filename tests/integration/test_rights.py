@@ -373,7 +373,7 @@ def work(store: RunningStore, run_id: str) -> None:
         until(lambda: any(agent.error is not None for agent in agents), 60)
         (left,) = (agent for agent in agents if agent.error is None)
         until(one_world([left]), 120)
-        code, told = rdzv(store, "exclude", "-i", run_id, "far-away", "--for", "60s")
+        code, told = rdzv(store, "exclude", "-i", run_id, "far-away", "--later", "--for", "60s")
         assert code == 0, told
         left.crash()
         code, told = rdzv(store, "clean", "-i", run_id)

@@ -102,7 +102,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("history -i {run}", 0, "first round"),
     ("restart -i {run}", 0, "round"),
     ("resize -i {run}", 0, ""),
-    ("exclude -i {run} host7 --why tests", 0, "host7"),
+    ("exclude -i {run} host7 --later --why tests", 0, "host7"),
     ("excluded -i {run}", 0, "host7"),
     ("include -i {run} host7", 0, "host7"),
     ("drain -i {run} nobody", 1, "has no node 'nobody'"),

@@ -141,7 +141,7 @@ def _include(world: World) -> Generator[effects.Effect[Any], Any, object] | None
     host = world.person.choice(sorted(world.exclusions))
     world.note(f"somebody includes {host}")
     del world.exclusions[host]
-    return orders.include("rdzv", host)
+    return orders.include("rdzv", [host])
 
 
 def now(world: World) -> float:

@@ -219,7 +219,7 @@ class TestWhatRemains:
         archive.exclude(Exclusion("host9"), 0.0)
         before = raw.get("job")
         assert before is not None
-        assert archive.include("host9", 0.0)
+        assert archive.include(["host9"], 0.0)
         assert not archive.exclusions(0.0)
         raw.put("job", before.value)
         assert [it.host for it in archive.exclusions(0.0)] == ["host9"]

@@ -23,6 +23,7 @@ from rdzv_plugins.protocol.documents import (
     Exclusion,
     Names,
     NodeRecord,
+    Outcome,
     Phase,
     RoundDocument,
     Status,
@@ -104,7 +105,9 @@ def test_a_heartbeat_that_is_missing(silent: int, lost: int, state: str) -> None
     # Of these none is due.
     assert found(RUNNING, replace(RUNS, status=Status.LEFT)) == "left"
     assert found(RUNNING, replace(RUNS, status=Status.DONE)) == "done"
-    assert found(CLOSED, RUNS) == "running"
+    assert found(replace(CLOSED, outcome=Outcome.SUCCEEDED), RUNS) == "running"
+    # A person has closed it, and workers go on.
+    assert found(replace(CLOSED, outcome=Outcome.CLOSED), RUNS) == state
 
 
 def test_the_docs_have_each_state_once() -> None:

@@ -165,7 +165,7 @@ class TestOneWhoSeesAllRecords:
 
     def test_also_one_whose_nodes_have_left(self) -> None:
         text = str(diagnose(RUNNING, {"n1": record("n1", Status.LEFT)}))
-        assert text == "dead: round 4 is running, but all its nodes have left"
+        assert text == "stopped: all nodes left during round 4"
 
     def test_a_closed_run(self) -> None:
         closed = document(Phase.CLOSED, cause=Cause(note="its agent failed; closed by n1[1]"))

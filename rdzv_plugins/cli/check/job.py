@@ -21,6 +21,7 @@ from rdzv_plugins.settings.endpoint import parse_endpoint
 from rdzv_plugins.settings.environment import ENVIRONMENT_PREFIX
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.settings.parsing import (
+    as_typed,
     idle_options,
     option_names,
     parse_options,
@@ -57,6 +58,11 @@ class Job:
     local_addr: str = ""
     peers: tuple[tuple[str, int | None], ...] = ()
     malformed: Sequence[Finding] = ()
+
+    @property
+    def where(self) -> list[str]:
+        """As of `Access`."""
+        return as_typed(self.backend, self.endpoint, self.conf, client_class(self.backend).options)
 
     @classmethod
     def of(

@@ -343,7 +343,7 @@ def check_run(open: Open, job: Job, settings: Settings) -> Iterator[Finding]:
     """One finding; it takes up to 12 s to tell that nodes with slow heartbeats are gone."""
     try:
         with closing(open(job.run_id)) as client:
-            archive = Archive(open, job.run_id, settings.history_ttl)
+            archive = Archive(open, job.run_id, settings.history_ttl, where=job.where)
             mark, found, advice = _holder(Inspection(client, archive, job.run_id), job, settings)
     except _ERRORS as error:
         mark, found, advice = Mark.FAILED, f"'{job.run_id}': {error}", ""
@@ -365,7 +365,8 @@ def _holder(seen: Inspection, job: Job, settings: Settings) -> tuple[Mark, str, 
         return Mark.UNKNOWN, f"{name} is in use; the state of handler=torch is not read", ""
     if document.closed:
         found = f"{name} is held by a run that has ended ({document.reason})"
-        _, wait = seen.archive.free_in(document, datetime.now(UTC))
+        settle([seen])
+        _, wait = seen.archive.free_in(document, datetime.now(UTC), seen.at_work)
         return Mark.WARNING, found, f"{wait}; else {another}"
     theirs = document.min_nodes, document.max_nodes
     if job.nnodes is not None and job.nnodes != theirs:
@@ -378,7 +379,7 @@ def _holder(seen: Inspection, job: Job, settings: Settings) -> tuple[Mark, str, 
     if seen.condition is Condition.DEAD:
         found = f"{name} is held by a run whose nodes are gone ({seen.sentence})"
         wait = f"this job continues it once its lease ({settings.lease:g} s) has run out"
-        return Mark.WARNING, found, f"{wait}; `rdzv clean` deletes it"
+        return Mark.WARNING, found, f"{wait}; now: {seen.archive.command('clean')}"
     gone = ("silent", "lost", "unknown", "left")
     living = sorted(it.name for it in seen.nodes() if it.state not in gone)
     found = f"{name} is held by a run ({seen.sentence}) of {', '.join(living[:4])}"

@@ -35,11 +35,13 @@ class KeptOut(Policy):
             return NOTHING
         reasons = {host: _reason(document, it, now) for host, it in hosts.items()}
         excluded = {
-            node: reasons[record.address]
+            node: reasons[host]
             for node, record in records.items()
-            if record.address in reasons
+            for host in record.called
+            if host in reasons
         }
-        return {**excluded, **dict.fromkeys(document.drained, Reason(cause="drained"))}
+        drained = Reason(document.drain_why, cause="drained")
+        return {**excluded, **dict.fromkeys(document.drained, drained)}
 
     def judge(self, view: View, at: Situation, moment: Moment) -> Action | None:
         if moment is Moment.BEFORE_ALL and view.carried:
@@ -52,7 +54,7 @@ class KeptOut(Policy):
         return pruned(after, at.records, view.wall) if named else after
 
     def delays(self, view: View, document: RoundDocument) -> bool:
-        return exclusion_of(document, view.record.address, view.wall) is not None
+        return exclusion_of(document, view.record, view.wall) is not None
 
     def leave(self, view: View, document: RoundDocument) -> Failure | None:
         """A drained node leaves, but not while others may count on its rank."""
@@ -77,11 +79,12 @@ def without_hosts(exclusions: Iterable[Exclusion], hosts: Collection[str]) -> tu
     return tuple(it for it in exclusions if it.host not in hosts)
 
 
-def exclusion_of(document: RoundDocument, host: str, now: float) -> Exclusion | None:
-    """The exclusion of a host that is in force."""
+def exclusion_of(document: RoundDocument, record: NodeRecord, now: float) -> Exclusion | None:
+    """The exclusion in force of a node's host."""
     if not (document.excluded or document.quarantined):
         return None
-    return in_force(document, now).get(host)
+    hosts = in_force(document, now)
+    return next((hosts[it] for it in record.called if it in hosts), None)
 
 
 def carried_over(document: RoundDocument, carried: Iterable[Exclusion]) -> RoundDocument:
@@ -131,7 +134,7 @@ def why_kept_out(document: RoundDocument, node: str, record: NodeRecord | None, 
     """Why no round names the node, for people; empty: it is not kept out."""
     if node in document.drained:
         return "drained"
-    exclusion = exclusion_of(document, record.address, now) if record is not None else None
+    exclusion = exclusion_of(document, record, now) if record is not None else None
     return describe_in_force(document, exclusion, now) if exclusion is not None else ""
 
 

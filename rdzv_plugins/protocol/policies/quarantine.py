@@ -115,7 +115,7 @@ def quarantined(
     for host in blamed(cause, rules):
         was = known.get(host, Strikes(host))
         times = (*_recent(was, rules, now), now)
-        others = [node for node in left if records[node].address != host]
+        others = [node for node in left if host not in records[node].called]
         if host in kept_out or len(times) < most:
             continue
         if len(others) < len(left) and not world_size(others, records, sizes):
@@ -149,8 +149,9 @@ def let_in(
     barred = {it.host for it in document.excluded if it.is_in_force(now)}
     asks = [node for node in asks if node not in document.drained]
     for it in sorted(document.quarantined, key=lambda quarantine: quarantine.until or 0.0):
-        of_host = [node for node in asks if records[node].address == it.host]
-        if it.host in barred or not of_host or not it.is_in_force(now):
+        of_host = [node for node in asks if it.host in records[node].called]
+        is_barred = any(barred.intersection(records[node].called) for node in of_host)
+        if is_barred or not of_host or not it.is_in_force(now):
             continue
         nodes += of_host
         freed.append(it.host)

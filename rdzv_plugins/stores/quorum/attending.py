@@ -111,15 +111,15 @@ class Attending(Attendance):
             except RendezvousConnectionError:
                 now = time.monotonic()
             if now >= deadline:
+                lacks, said = self._what_it_lacks()
                 raise RendezvousConnectionError(
-                    f"quorum at {self._members} had no majority of its members within "
-                    f"{patience:g} s: {self._who_answers()}"
+                    f"quorum at {self._members} had no {lacks} within {patience:g} s: {said}"
                 )
             if now >= tell_at:
                 tell_at = now + _TELL_SECONDS
                 log.info(
-                    "run '%s': waiting for a majority of the store's members: %s",
-                    self._run, self._who_answers(),
+                    "run '%s': waiting for the store, which has no %s yet: %s",
+                    self._run, *self._what_it_lacks(),
                 )  # fmt: skip
 
     def member_runs(self) -> bool:
@@ -235,10 +235,15 @@ class Attending(Attendance):
             else:
                 log.info("run '%s': %s", self._run, members_up)
 
-    def _who_answers(self) -> str:
+    def _what_it_lacks(self) -> tuple[str, str]:
+        """What the store lacks, and what its members say."""
         found = [look_at(self._members, host, self._secret) for host in self._every]
         names = [name for name, _ in self._members.hosts]
-        return ", ".join(f"{name} {said}" for name, (_, said) in zip(names, found, strict=True))
+        answering = sum(port is not None for port, _ in found)
+        if 2 * answering > len(names):
+            return "agreement of its members", f"{answering} of {len(names)} are up"
+        told = (f"{name} {said}" for name, (_, said) in zip(names, found, strict=True))
+        return "majority of its members", ", ".join(told)
 
 
 def own_member(members: Members, local_addr: str | None) -> tuple[OwnMember | None, bool]:

@@ -73,6 +73,11 @@ class Client(EpochClient):
         return options
 
     @classmethod
+    def clusters(cls, endpoint: str, options: Any) -> tuple[set[str], bool]:
+        assert isinstance(options, Options)
+        return Members.clusters(endpoint, options)
+
+    @classmethod
     def attend(
         cls, endpoint: str, options: Any, local_addr: str | None, run_id: str
     ) -> Attendance | None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rdzv_plugins.peers.addresses import dialled_here
+from rdzv_plugins.peers.addresses import dialled_here, resolved
 from rdzv_plugins.settings.endpoint import parse_endpoint
 from rdzv_plugins.settings.options import StoreOptions, option
+from rdzv_plugins.stores.quorum.wire import greetings
 
 SIZES = (1, 3, 5)
 """Numbers of members; two or four survive no more deaths than one or three."""
 
 # A member listens on one of this many ports.
 _CANDIDATES = 3
+_GREETING_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,24 @@ class Members:
         # All nodes must sort the hosts alike, because a member is known by its index.
         return cls(options.cluster, tuple(hosts), options)
 
+    @classmethod
+    def clusters(cls, endpoint: str, options: Options) -> tuple[set[str], bool]:
+        """The clusters that have members on these hosts, and whether each host has answered."""
+        wanted = range(len(options.port_range)) if options.cluster is None else range(_CANDIDATES)
+        members = cls.of(endpoint, replace(options, cluster=options.cluster or ""))
+        places = [
+            (address, port)
+            for host, names in enumerate(members._dialled_here[name] for name, _ in members.hosts)
+            for name in names
+            for address in resolved(name)
+            for port in members.ports(host, wanted)
+        ]
+        greeting = members.greeting if options.cluster is not None else None
+        found, is_sure = greetings(dict.fromkeys(places), _GREETING_SECONDS, greeting)
+        named = (it.rpartition(" of ") for it in found)
+        size = members.greeting.rpartition(" of ")[2]
+        return {cluster for cluster, _, hosts in named if hosts == size}, is_sure
+
     def name(self, index: int) -> str:
         """The host of a member; a stranger may claim any index."""
         return self.hosts[index][0] if index in range(len(self.hosts)) else f"host {index}"
@@ -96,14 +116,14 @@ class Members:
         """The cluster's name in greetings; members that count other hosts must not connect."""
         return f"{self.cluster} of {len(self.hosts)} hosts"
 
-    def ports(self, host: int) -> list[int]:
+    def ports(self, host: int, wanted: range = range(_CANDIDATES)) -> list[int]:
         """The ports that this member may have, in its order of preference."""
         own = self.hosts[host][1]
         if own is not None:
             return [own]
         ports = self.options.port_range
         first = zlib.crc32(self.cluster.encode())
-        return list(dict.fromkeys(ports[(first + i) % len(ports)] for i in range(_CANDIDATES)))
+        return list(dict.fromkeys(ports[(first + i) % len(ports)] for i in wanted))
 
     @property
     def dialled(self) -> list[list[tuple[str, int]]]:

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import secrets
 import select
+import selectors
 import socket
 import struct
 import sys
@@ -83,6 +84,7 @@ class Wire:
     Attributes:
         since: when the connection was made, by `rdzv_plugins.clock`.
         peer: the index of the other side; None: it has not proved the secret yet.
+        theirs: what the other side says of itself, proved or not; None: nothing yet.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Wire:
         self.peer: int | None = None
         self._cluster, self._secret, self._accepted, self.most = cluster, secret, accepted, most
         self._mine = _Hello(_VERSION, cluster, index, secrets.token_bytes(16))
-        self._theirs: _Hello | None = None
+        self.theirs: _Hello | None = None
         # The key that seals frames, once both hellos are known; how many frames each side sealed.
         self._key, self._sealed = b"", [0, 0]
         self._got, self._unsent = bytearray(), bytearray()
@@ -152,8 +154,8 @@ class Wire:
             yield body
 
     def _greet(self, frame: bytes) -> None:
-        if self._theirs is None:
-            self._theirs = theirs = _decode_hello(frame)
+        if self.theirs is None:
+            self.theirs = theirs = _decode_hello(frame)
             if (theirs.version, theirs.cluster) != (_VERSION, self._cluster):
                 raise OtherClusterError(f"'{theirs.cluster}' is there (version {theirs.version})")
             # The accepting side proves last, so that nobody without the secret gets its proof.
@@ -164,14 +166,14 @@ class Wire:
                 said = msgspec.msgpack.encode([both[True], both[False], "frames"])
                 self._key = hmac.digest(self._secret, said, "sha256")
             return
-        if not hmac.compare_digest(frame, self._proof(self._theirs, self._mine)):
+        if not hmac.compare_digest(frame, self._proof(self.theirs, self._mine)):
             if self._accepted:
                 self.send(b"")  # An empty proof tells the other side that it is refused.
                 self.flush()
             raise SecretError
         if self._accepted:
-            self.send(self._proof(self._mine, self._theirs))
-        self.peer = self._theirs.index
+            self.send(self._proof(self._mine, self.theirs))
+        self.peer = self.theirs.index
 
     def _proof(self, by: _Hello, to: _Hello) -> bytes:
         # The proof names the prover's role, so that nobody can return the other side's own proof.
@@ -207,6 +209,32 @@ def dial(address: AddressInfo) -> socket.socket:
     line.setblocking(False)
     line.connect_ex(place)
     return line
+
+
+def greetings(
+    places: Iterable[HostPort], seconds: float, wanted: str | None = None
+) -> tuple[set[str], bool]:
+    """The clusters whose members listen at these places, and whether each place has answered.
+
+    It ends as soon as it has found the cluster ``wanted``.
+    """
+    found: set[str] = set()
+    with selectors.DefaultSelector() as poll, contextlib.ExitStack() as opened:
+        for address in addresses(places):
+            with contextlib.suppress(OSError):
+                line = opened.enter_context(contextlib.closing(dial(address)))
+                wire = Wire(line, "", b"", CLIENT, False, STRANGER_BYTES)
+                poll.register(line, selectors.EVENT_READ, wire)
+        end = time.monotonic() + seconds
+        while wanted not in found and poll.get_map() and (left := end - time.monotonic()) > 0:
+            for key, _ in poll.select(left):
+                with contextlib.suppress(*BREAKS):
+                    for _ in key.data.receive():
+                        pass
+                if key.data.theirs is not None:
+                    found.add(key.data.theirs.cluster)
+                poll.unregister(key.fileobj)
+        return found, not poll.get_map()
 
 
 def identify(host: str, port: int, cluster: str, secret: bytes, seconds: float) -> int:
