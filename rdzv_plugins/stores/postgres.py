@@ -128,11 +128,6 @@ _ELSEWHERE = {"connect_timeout": "write heartbeat_timeout="}
 # The values of sslmode with which libpq surely encrypts.
 _ENCRYPTS = ("require", "verify-ca", "verify-full")
 
-# A server tells its process by the connection itself; a pooler answers for it.
-_BEHIND = """SELECT pg_backend_pid(), set_config('statement_timeout', CASE pg_backend_pid()
- WHEN {pid} THEN '{milliseconds}' ELSE current_setting('statement_timeout') END, false)"""
-_TIMEOUT = "SET statement_timeout = {milliseconds}"
-
 # In a pool of 8 with 6 busy clients one look in 30 found no other session.
 _LOOKS = 10
 
@@ -258,7 +253,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
 
     Attributes:
         limit: of the current request.
-        pooled: whether a pooler is between it and the server; its statement time-out is not set.
+        pooled: whether a pooler is between it and the server.
         key: the key for which it listens.
         notified: whether a notification has arrived.
     """
@@ -269,9 +264,8 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     notified = False
 
     @classmethod
-    def open(cls, conninfo: str, limit: Limit, seconds: float) -> Connection:
-        """Connect to one host (psycopg's own connect cannot be woken). The server cancels a
-        statement after ``seconds``, so that it executes no abandoned one later.
+    def open(cls, conninfo: str, limit: Limit) -> Connection:
+        """Connect to one host (psycopg's own connect cannot be woken).
 
         Raises `CrowdedError` where a pooler has no connection to the server left.
         """
@@ -290,7 +284,8 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             db.autocommit = True
             db.add_notify_handler(db.hear)
             logged_in = True
-            db.pooled = db._learn_process(seconds) != pgconn.backend_pid
+            # A pooler tells a client a number that is no process of the server.
+            db.pooled = db.process != pgconn.backend_pid
         except TimeoutError as error:
             pgconn.finish()
             if logged_in:
@@ -300,16 +295,6 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             pgconn.finish()
             raise
         return db
-
-    def _learn_process(self, seconds: float) -> int:
-        """The server's process; unless a pooler is in between, with ``seconds`` a statement.
-
-        A pooler in transaction mode would hand the time-out on to other clients.
-        """
-        pid, milliseconds = self.pgconn.backend_pid, _milliseconds(seconds)
-        row = self.execute(_BEHIND.format(pid=pid, milliseconds=milliseconds)).fetchone()
-        assert row is not None
-        return int(row[0])
 
     @property
     def process(self) -> int:
@@ -414,7 +399,17 @@ class Client(StoreClient):
                 raise MixedUpError("it gave this client's server to another one")
         self._keeps_sessions = True
         for db in (first, second):
-            db.execute(_TIMEOUT.format(milliseconds=_milliseconds(self.timeout)))
+            self._set_timeout(db)
+
+    def _set_timeout(self, db: Connection) -> None:
+        """Have the server cancel a long statement, so that it executes no abandoned one later.
+
+        A pooler in transaction mode would hand the time-out on to other clients.
+        """
+        # 0 is none.
+        milliseconds = max(1, int(self.timeout * 1000))
+        if not db.pooled or self._keeps_sessions:
+            db.execute(f"SET statement_timeout = {milliseconds}")
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
         return _found(self._ask(_READ, limit, keys=_names(keys)))
@@ -594,24 +589,18 @@ class Client(StoreClient):
             try:
                 share = limit.seconds / (len(attempts) - number)
                 conninfo = make_conninfo("", **attempt)
-                db = Connection.open(conninfo, limit.within(share), self.timeout)
+                db = Connection.open(conninfo, limit.within(share))
             except (psycopg.OperationalError, TimeoutError) as error:
                 failures.append(error)
             else:
                 self._host = attempt.get("host"), attempt.get("port")
-                if db.pooled and self._keeps_sessions:
-                    db.execute(_TIMEOUT.format(milliseconds=_milliseconds(self.timeout)))
+                self._set_timeout(db)
                 return db
         # A file may have been replaced meanwhile: libpq's error does not name the option.
         self._server.get()
         late = all(isinstance(error, TimeoutError) for error in failures)
         kind = LateError if late else UnconnectedError
         raise kind("; ".join(map(_said, failures)))
-
-
-def _milliseconds(seconds: float) -> int:
-    """For statement_timeout, where 0 is none."""
-    return max(1, int(seconds * 1000))
 
 
 def _await(fd: int, want: Wait, limit: Limit) -> Ready:
