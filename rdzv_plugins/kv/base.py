@@ -591,34 +591,24 @@ class StoreClient(KeyValueClient):
         denials: list[Exception] = []
 
         def retryable(error: Exception) -> bool:
-            if self._is_denied(error):
+            problem = self._meaning(error)
+            if problem is not None and problem.denied:
                 denials.append(error)
             return self._retryable(error, wake)
 
+        def pause(seconds: float) -> None:
+            self._note_retry()
+            limit.sleep(seconds)
+
         try:
-            try:
-                return request(limit)
-            except Exception as error:
-                return retry(
-                    partial(request, limit),
-                    timeout=limit.deadline - time.monotonic(),
-                    retryable=retryable,
-                    sleep=partial(self._pause, limit),
-                    failed=error,
-                )
+            attempt = partial(request, limit)
+            return retry(attempt, timeout=self.timeout, retryable=retryable, sleep=pause)
         except Exception as error:
             # One server's refusals tell more than another one's silence; but a server that stops in
             # the midst of a log-in looks like one that refuses it.
-            refused = len(denials) > 1 and self._is_silence(error)
-            self._fail(denials[-1] if refused else error, wake)
-
-    def _is_denied(self, error: Exception) -> bool:
-        problem = self._meaning(error)
-        return problem is not None and problem.denied
-
-    def _is_silence(self, error: Exception) -> bool:
-        problem = self._problem(error) if not isinstance(error, UnreadableFileError) else None
-        return problem is not None and not problem.state
+            problem = self._problem(error) if not isinstance(error, UnreadableFileError) else None
+            is_silence = problem is not None and not problem.state
+            self._fail(denials[-1] if len(denials) > 1 and is_silence else error, wake)
 
     def _retryable(self, error: Exception, wake: Wake | None) -> bool:
         if self._closed or (wake is not None and wake.rung):
@@ -653,10 +643,6 @@ class StoreClient(KeyValueClient):
             return self._call(request), ""
         except (RendezvousConnectionError, RendezvousStateError) as error:
             return None, " ".join(str(error.__cause__ or error).split())
-
-    def _pause(self, limit: Limit, seconds: float) -> None:
-        self._note_retry()
-        limit.sleep(seconds)
 
     def _note_retry(self) -> None:
         if self.on_retry is not None:

@@ -18,7 +18,6 @@ def retry(
     timeout: float,
     retryable: Callable[[Exception], bool],
     sleep: Callable[[float], None] | None = None,
-    failed: Exception | None = None,
 ) -> T:
     """Call ``request`` until it returns.
 
@@ -26,7 +25,6 @@ def retry(
         timeout: seconds; no attempt starts afterwards.
         retryable: whether another attempt may succeed after this exception.
         sleep: pauses for some seconds; its exceptions end the attempts. None: ``time.sleep``.
-        failed: the exception of the first attempt, if the caller has made it.
 
     Raises:
         Exception: the last exception of ``request``; or the one before it, if the last is a
@@ -36,11 +34,10 @@ def retry(
     failures = 0
     before: Exception | None = None
     while True:
-        if failed is None:
-            try:
-                return request()
-            except Exception as error:
-                failed = error
+        try:
+            return request()
+        except Exception as error:
+            failed = error
         pause = longest_pause(failures)
         # Jitter, so that after an outage a thousand nodes do not return at the same time.
         delay = random.uniform(pause / 2, pause)
@@ -48,7 +45,7 @@ def retry(
             if isinstance(failed, TimeoutError) and before is not None:
                 raise before from None
             raise failed
-        before, failed, failures = failed, None, failures + 1
+        before, failures = failed, failures + 1
         (sleep or time.sleep)(delay)
 
 

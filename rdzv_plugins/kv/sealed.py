@@ -170,7 +170,9 @@ class SealedClient(KeyValueClient):
         return self._opened(key, self.client.get(key))
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        return self._all_opened(self.client.get_many(keys))
+        entries = self.client.get_many(keys).items()
+        opened = {key: self._opened(key, entry) for key, entry in entries}
+        return {key: entry for key, entry in opened.items() if entry is not None}
 
     def list(self, prefix: str) -> dict[str, Entry]:
         entries = self.client.list(prefix)
@@ -313,10 +315,6 @@ class SealedClient(KeyValueClient):
     def _sealed(self, key: str, value: bytes) -> bytes:
         self._renew()
         return MARK + self._seals[0].tag(key, value) + value
-
-    def _all_opened(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        opened = {key: self._opened(key, entry) for key, entry in entries.items()}
-        return {key: entry for key, entry in opened.items() if entry is not None}
 
     def _opened(self, key: str, entry: Entry | None) -> Entry | None:
         """The entry without its seal; None: it is absent or invalid."""

@@ -107,8 +107,7 @@ class Http:
         Where a caller does not wait for so long, the next one with the same request goes on.
         """
         with self._exchange(request, limit, held) as (connection, response):
-            answer = Answer(response.status, response.headers, _body(response), connection.server)
-            connection.reusable = not response.will_close
+            answer = connection.answer(response)
         if answer.status >= 500:
             # This server may be cut off from the leader; another one may not be.
             self.leave(answer.server)
@@ -125,10 +124,8 @@ class Http:
         answers = []
         with contextlib.ExitStack() as exchanges:
             for _ in range(connections):
-                line, response = exchanges.enter_context(self._exchange(request, limit, 0.0))
-                body = _body(response)
-                answers.append(Answer(response.status, response.headers, body, line.server))
-                line.reusable = not response.will_close
+                connection, response = exchanges.enter_context(self._exchange(request, limit, 0.0))
+                answers.append(connection.answer(response))
         return answers
 
     def leave(self, server: int) -> None:
@@ -167,7 +164,8 @@ class Http:
         gives_up = False
         try:
             if connection is None:
-                connection = self._connect(limit.until(until), server)
+                context = self._tls.get() if self._tls is not None else None
+                connection = _Connection(self._hosts[server], context, limit.until(until), server)
             until = connection.until if late else until
             connection.begin(limit.until(until))
             if not late:
@@ -226,9 +224,7 @@ class Http:
         """Read an answer that is older than the next request, and perhaps than the last change."""
         connection.begin(limit.until(connection.until))
         try:
-            response = connection.http.getresponse()
-            _body(response)
-            connection.reusable = not response.will_close
+            connection.answer(connection.http.getresponse())
         except (OSError, HTTPException):
             connection.awaits = False
         finally:
@@ -246,10 +242,6 @@ class Http:
                     return
                 connection = self._late.pop(0)
         connection.hang_up()
-
-    def _connect(self, limit: Limit, server: int) -> _Connection:
-        context = self._tls.get() if self._tls is not None else None
-        return _Connection(self._hosts[server], context, limit, server)
 
 
 class Stream:
@@ -355,6 +347,16 @@ class _Connection(io.RawIOBase):
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
+    def answer(self, response: HTTPResponse) -> Answer:
+        """All of an answer; raises `IncompleteRead` where the server hung up before its end."""
+        parts = []
+        while part := response.read(_PIECE):
+            parts.append(part)
+        if response.length:
+            raise IncompleteRead(b"", response.length)
+        self.reusable = not response.will_close
+        return Answer(response.status, response.headers, b"".join(parts), self.server)
+
     def hang_up(self) -> None:
         self.http.close()
         self._socket.close()
@@ -398,16 +400,6 @@ class _Connection(io.RawIOBase):
                 self.limit.await_ready(self._socket.fileno())
             except ssl.SSLWantWriteError:
                 self.limit.await_ready(self._socket.fileno(), select.POLLOUT)
-
-
-def _body(response: HTTPResponse) -> bytes:
-    """All of it; raises `IncompleteRead` where the server hung up before its end."""
-    parts = []
-    while part := response.read(_PIECE):
-        parts.append(part)
-    if response.length:
-        raise IncompleteRead(b"", response.length)
-    return b"".join(parts)
 
 
 def _refuse_beyond(length: int, most: int) -> None:

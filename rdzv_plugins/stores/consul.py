@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from urllib.parse import quote, unquote, urlencode
 
 import consul.base
@@ -39,6 +39,7 @@ from rdzv_plugins.kv.base import (
 from rdzv_plugins.kv.contract import Capabilities
 from rdzv_plugins.kv.epochs import MARK, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
+from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.settings.endpoint import Endpoint, parse_endpoint, redact
 from rdzv_plugins.settings.options import ServerOptions, given_or_in_file, option
 from rdzv_plugins.stores._files import FromFiles
@@ -170,14 +171,14 @@ class Client(EpochClient):
 
     def _sweep(self, limit: Limit) -> None:
         marks = self._commit([self._operation("get-tree", self._marks)], limit)
-        others = [it for it in marks if it.path != self._mark]
-        over = [it for it in others if self._has_ended(Stored.parse(it.data), limit)]
-        for mark in over[:_SWEEP]:
-            run = mark.path[len(self._marks) : -1]
+        others = [(path, mark) for path, mark in marks if path != self._mark]
+        over = [(path, mark) for path, mark in others if self._has_ended(mark, limit)]
+        for path, mark in over[:_SWEEP]:
+            run = path[len(self._marks) : -1]
             gone = [
-                self._operation("check-index", mark.path, Index=mark.modified),
+                self._operation("check-index", path, Index=mark.guard),
                 self._operation("delete-tree", f"{self._prefix}/{run}/="),
-                self._operation("delete", mark.path),
+                self._operation("delete", path),
             ]
             try:
                 self._commit(gone, limit)
@@ -191,12 +192,11 @@ class Client(EpochClient):
             index = seen.guard
         else:
             # Get the index to wait from; the next look reads a value that arrived meanwhile.
-            item, index = self._query(key, limit)
-            if item is not None:
+            found, index = self._query(key, limit)
+            if found is not None:
                 return None
         while True:
-            item, after = self._query(key, limit, index=index, held=_LONGEST_PARK)
-            found = Stored.parse(item.data) if item is not None else None
+            found, after = self._query(key, limit, index=index, held=_LONGEST_PARK)
             if version_of(found) not in (None, version_of(seen)):
                 return found
             if after < index or (seen is not None and found is None):
@@ -224,7 +224,7 @@ class Client(EpochClient):
         return replace(problem, retryable=problem.retryable or late)
 
     def inspect(self) -> Iterable[Finding]:
-        yield self._transport.inspect()
+        yield self._transport.http.inspect(self._transport.sends_secret)
         agent, why = self._learn(lambda limit: self._within(limit).agent.self())
         if agent is None:
             yield Finding(Mark.UNKNOWN, "version", f"not known: {why}", "agent:read allows it")
@@ -244,7 +244,7 @@ class Client(EpochClient):
             yield Finding(Mark.OK, "role", f"{kind} of a cluster with the leader {leader}")
 
     def _disconnect(self) -> None:
-        self._transport.close()
+        self._transport.http.close()
 
     def _path(self, path: str) -> str:
         # A transaction fails if it gets an absent key, but not of an empty tree: "!" ends its name.
@@ -257,48 +257,37 @@ class Client(EpochClient):
         return {"KV": operation}
 
     def _found(self, trees: Sequence[str], limit: Limit) -> dict[str, Stored]:
-        items = self._commit([self._operation("get-tree", tree) for tree in trees], limit)
-        read = (
-            (MARK if it.path == self._mark else unquote(it.path[len(self._keys) : -1]), it)
-            for it in items
-        )
-        # A name that this package would write otherwise is no key's.
-        return {
-            path: Stored.parse(it.data, it.modified)
-            for path, it in read
-            if self._path(path) == it.path
-        }
+        read = self._commit([self._operation("get-tree", tree) for tree in trees], limit)
+        found: dict[str, Stored] = {}
+        for key, stored in read:
+            path = MARK if key == self._mark else unquote(key[len(self._keys) : -1])
+            # A name that this package would write otherwise is no key's.
+            if self._path(path) == key:
+                found[path] = stored
+        return found
 
-    def _commit(self, operations: Sequence[dict[str, Any]], limit: Limit) -> list[Item]:
+    def _commit(
+        self, operations: Sequence[dict[str, Any]], limit: Limit
+    ) -> list[tuple[str, Stored]]:
         """Execute a transaction; returns the keys that it read and wrote."""
         results = self._within(limit).txn.put(operations)["Results"] or ()
-        return [
-            Item(kv["Key"], base64.b64decode(kv["Value"] or ""), kv["ModifyIndex"])
-            for kv in (result["KV"] for result in results)
-        ]
+        read = ((it["KV"], base64.b64decode(it["KV"]["Value"] or "")) for it in results)
+        return [(kv["Key"], Stored.parse(data, kv["ModifyIndex"])) for kv, data in read]
 
     def _query(
         self, path: str, limit: Limit, index: int | None = None, held: float = 0.0
-    ) -> tuple[Item | None, int]:
+    ) -> tuple[Stored | None, int]:
         """A key and the index to wait from; Consul waits up to ``held`` s for a later ``index``."""
         # Consul prolongs it by up to a sixteenth.
         wait = f"{ceil(held * 16 / 17 * 1000)}ms"
         after, kv = self._within(limit, held).kv.get(path, index=index, wait=wait)
-        item = Item(path, kv["Value"] or b"", kv["ModifyIndex"]) if kv else None
-        return item, max(1, int(after))
+        found = Stored.parse(kv["Value"] or b"", kv["ModifyIndex"]) if kv else None
+        return found, max(1, int(after))
 
     def _within(self, limit: Limit, held: float = 0.0) -> Any:
         """py-consul's interface, whose next request of this thread ends at the limit."""
         self._transport.bound(limit, held)
         return self._api
-
-
-class Item(NamedTuple):
-    """A key as Consul holds it; ``modified`` is its ModifyIndex."""
-
-    path: str
-    data: bytes
-    modified: int
 
 
 class RefusedError(Exception):
@@ -310,7 +299,7 @@ class RefusedError(Exception):
     """
 
     def __init__(self, status: int, body: bytes, was_accepted: bool) -> None:
-        text = _line(body.decode(errors="replace"))
+        text = plain(body.decode(errors="replace"), 300)
         super().__init__(f"HTTP {status}: {text}")
         self.was_accepted = was_accepted
         # Consul's transaction API reports a missing permission as 409, not 403.
@@ -328,7 +317,7 @@ class _Transport:
         schemes = ("http", "https", "consul")
         target = parse_endpoint(endpoint, default_port=port, schemes=schemes)
         target.refuse_all_but()
-        self._http = http_of(target, options, request_timeout)
+        self.http = http_of(target, options, request_timeout)
         scope = {"dc": options.datacenter, "ns": options.namespace, "partition": options.partition}
         self._query = {name: value for name, value in scope.items() if value} | {"consistent": ""}
         files = options.token_file, options.password_file
@@ -336,15 +325,13 @@ class _Transport:
         self._accepted: Mapping[str, str] | None = None
         self._thread = threading.local()
 
-    def inspect(self) -> Finding:
-        return self._http.inspect(len(self._headers.get()) > 1)
-
-    def close(self) -> None:
-        self._http.close()
-
     def bound(self, limit: Limit, held: float) -> None:
         """Limit this thread's next request; ``held``: seconds that Consul may hold it back."""
         self._thread.limit, self._thread.held = limit, held
+
+    @property
+    def sends_secret(self) -> bool:
+        return len(self._headers.get()) > 1
 
     @property
     def agents_time(self) -> float:
@@ -353,7 +340,7 @@ class _Transport:
 
     def hold(self, connections: int, limit: Limit) -> None:
         request = Request("GET", "/v1/status/leader", self._headers.get(), None)
-        for answer in self._http.hold(request, connections, limit):
+        for answer in self.http.hold(request, connections, limit):
             if answer.status != 200:
                 raise RefusedError(answer.status, answer.body, was_accepted=True)
 
@@ -373,7 +360,7 @@ class _Transport:
         now = self._thread
         headers = self._headers.get()
         request = Request(method, f"{quote(path, safe='/:')}?{query}", headers, body)
-        answer = self._http.ask(request, now.limit, now.held)
+        answer = self.http.ask(request, now.limit, now.held)
         now.headers = answer.headers
         if answer.status != 200 and (answer.status, method) != (404, "GET"):
             raise RefusedError(answer.status, answer.body, headers is self._accepted)
@@ -398,7 +385,3 @@ def _headers(target: Endpoint, options: Options) -> Mapping[str, str]:
     if token := token or password:
         headers["X-Consul-Token"] = token
     return headers
-
-
-def _line(text: str) -> str:
-    return " ".join(text[:300].split())

@@ -58,6 +58,7 @@ from rdzv_plugins.settings.options import (
     given_or_in_file,
     option,
 )
+from rdzv_plugins.settings.parsing import cannot_import
 from rdzv_plugins.settings.run_ids import RESERVED
 from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import Answer, Http, Request, Stream, http_of, http_problem, time_of
@@ -316,7 +317,7 @@ class Client(EpochClient):
         if answer is None:
             yield Finding(Mark.UNKNOWN, "rights", f"not known: {why}")
             return
-        allowed = _verbs(answer["status"].get("resourceRules") or (), "configmaps")
+        allowed = _verbs(answer["status"].get("resourceRules") or ())
         missing = [verb for verb in _VERBS.split(", ") if not {verb, "*"} & allowed]
         where = f"on ConfigMaps of the namespace '{self._login.namespace}'"
         if not missing:
@@ -497,13 +498,10 @@ class Client(EpochClient):
         self, method: str, path: str, limit: Limit, body: Any = None, passing: tuple[int, ...] = ()
     ) -> Answer:
         """The answer; raises `RefusedError` for an error whose status is not in ``passing``."""
-        headers = self._login.headers()
-        data = None
+        headers, data = self._login.headers(), None
         if body is not None:
-            headers, data = (
-                headers | {"Content-Type": "application/json"},
-                msgspec.json.encode(body),
-            )
+            headers = headers | {"Content-Type": "application/json"}
+            data = msgspec.json.encode(body)
         answer = self._login.http.ask(Request(method, path, headers, data), limit)
         self._offset = time_of(answer.headers) - time.monotonic()
         if answer.status >= 400 and answer.status not in passing:
@@ -560,7 +558,6 @@ class _Metadata(msgspec.Struct):
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     more: str = msgspec.field(name="continue", default="")
-    deletionTimestamp: str | None = None  # noqa: N815 - the API's name
 
 
 class _Item(msgspec.Struct):
@@ -717,10 +714,7 @@ def _of_kubeconfig(options: Options, timeout: float) -> _Login:
         client: Any = import_module("kubernetes.client")
         config: Any = import_module("kubernetes.config")
     except ImportError as error:
-        raise ValueError(
-            f"a kubeconfig needs the package 'kubernetes', which cannot be imported ({error}). "
-            'Install it with: pip install "rdzv-plugins[kubernetes]"'
-        ) from error
+        raise cannot_import("a kubeconfig", "rdzv-plugins[kubernetes]", error) from error
     name, lock = options.context, threading.Lock()
 
     def load() -> Any:
@@ -765,13 +759,13 @@ def _of_kubeconfig(options: Options, timeout: float) -> _Login:
     return replace(made, headers=token, renew=renew)
 
 
-def _verbs(rules: Iterable[Mapping[str, Any]], kind: str) -> set[str]:
-    """What the rules allow on all objects of this kind."""
+def _verbs(rules: Iterable[Mapping[str, Any]]) -> set[str]:
+    """What the rules allow on all ConfigMaps."""
     return {
         verb
         for rule in rules
         if {"", "*"} & {*(rule.get("apiGroups") or ())}
-        and {kind, "*"} & {*(rule.get("resources") or ())}
+        and {"configmaps", "*"} & {*(rule.get("resources") or ())}
         and not rule.get("resourceNames")
         for verb in rule.get("verbs") or ()
     }

@@ -594,7 +594,7 @@ class Transport:
         target: Endpoint,
         options: Options,
         seconds: float,
-        welcome: Callable[[Link], Coroutine[Any, Any, None]] | None,
+        welcome: Callable[[Link], Coroutine[Any, Any, None]],
     ) -> None:
         self._target, self._options = target, options
         self._attempt_seconds = min(max(_LEAST_ATTEMPT, seconds / 4), _LONGEST_ATTEMPT)
@@ -671,8 +671,7 @@ class Transport:
                     ping_interval=_PING_SECONDS, **_login(self._target, self._options),
                 )  # fmt: skip
                 link.failure = None
-                if self._welcome is not None:
-                    await link.unless_it_fails(self._welcome(link))
+                await link.unless_it_fails(self._welcome(link))
                 return link
             except Exception as error:
                 # A server that refuses tells more than one that is away.

@@ -233,7 +233,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
 client = open_client("consul", sys.argv[1], sys.argv[2])
 client.put("key", b"one")
-assert max(it._socket.fileno() for it in client._transport._http._idle) >= 1024
+assert max(it._socket.fileno() for it in client._transport.http._idle) >= 1024
 print(client.get("key").value.decode())
 client.close()
 """
