@@ -47,6 +47,7 @@ from rdzv_plugins.kv.epochs import MARK, Epoch, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection
 from rdzv_plugins.settings.endpoint import Place, parse_endpoint, redact, redact_urls
 from rdzv_plugins.settings.options import OptionError
+from rdzv_plugins.settings.parsing import cannot_import
 from rdzv_plugins.settings.run_ids import RESERVED
 
 log = logging.getLogger(__name__)
@@ -213,10 +214,8 @@ class BucketClient(EpochClient):
         try:
             self._api: Any = import_module("obstore")
         except ImportError as error:
-            raise ValueError(
-                f"the {self.name} backend needs the package 'obstore', which cannot be imported "
-                f'({error}). Install it with: pip install "rdzv-plugins[{self.name}]"'
-            ) from error
+            extra = f"rdzv-plugins[{self.name}]"
+            raise cannot_import(f"the {self.name} backend", extra, error) from error
         bucket, folder = self._parse(endpoint)
         url = self._url(options)
         if url is not None and not _URL.fullmatch(url):
