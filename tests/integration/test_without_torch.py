@@ -116,6 +116,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("clean --dead", 0, ""),
     ("docs options --print", 0, "^# Options"),
     ("serve etcd", 1, "^rdzv: rdzv serve starts valkey or redis, and with -e .* not 'etcd'$"),
+    ("demo", 1, "^rdzv: rdzv demo needs torch 2.6 or later, and none"),
     ("run --nnodes=1 train.py", 1, "^rdzv: rdzv run needs torch 2.6 or later, and none"),
 ]  # fmt: skip
 SERVE_HTTP = {"exporter": "/metrics", "dashboard": "/"}
