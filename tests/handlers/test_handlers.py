@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,13 +44,6 @@ from rdzv_plugins.protocol.documents import (
 from rdzv_plugins.testing.threads import Background
 from tests import replace
 from tests.handlers.site import LEASE, Site, succeed
-from tests.handlers.site import site as make_site
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with make_site() as site:
-        yield site
 
 
 def say_that_the_agent_failed(handler: StoreRendezvousHandler) -> bool:

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.testing.proxy import Proxy
 from tests.handlers.site import Site
-from tests.handlers.site import site as make_site
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with make_site() as site:
-        yield site
 
 
 def has_link(of: StoreRendezvousHandler, to: StoreRendezvousHandler) -> bool:

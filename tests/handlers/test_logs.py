@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
@@ -12,17 +12,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 from tests.handlers.site import Site, succeed
-from tests.handlers.site import site as make_site
 
 ME = f"127.0.0.1[{os.getpid()}]"
 
 Lines = Callable[..., list[str]]
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with make_site() as site:
-        yield site
 
 
 @pytest.fixture

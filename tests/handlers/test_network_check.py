@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,6 @@ from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.testing.threads import Background
 from tests.handlers.site import Site
-from tests.handlers.site import site as make_site
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with make_site() as site:
-        yield site
 
 
 def test_a_round_runs_and_its_threads_end(site: Site) -> None:

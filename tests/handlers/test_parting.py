@@ -5,7 +5,6 @@ A node leaves where its agent fails, or its workers do while it is new, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,15 +19,8 @@ from rdzv_plugins.protocol.documents import Outcome, Phase, Status
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.threads import Background
 from tests.handlers.site import Site
-from tests.handlers.site import site as make_site
 
 MISSING = FileNotFoundError(2, "No such file or directory", "/none/train")
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with make_site() as site:
-        yield site
 
 
 def node(site: Site, low: int, high: int, **options: Any) -> StoreRendezvousHandler:

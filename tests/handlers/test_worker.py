@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from rdzv_plugins.process.worker import VARIABLE, current
 from rdzv_plugins.protocol.documents import Status
 from rdzv_plugins.testing.threads import Background
 from tests.handlers.site import Site
-from tests.handlers.site import site as make_site
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +20,6 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (VARIABLE, "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with make_site() as site:
-        yield site
 
 
 def test_the_last_that_got_a_round_tells_of_it(site: Site) -> None:
