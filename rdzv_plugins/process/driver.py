@@ -315,10 +315,12 @@ class Driver:
                 self._to_note.append((time.monotonic(), datetime.now(UTC), record))
                 return None
             case effects.Park(key, version, seconds) if self._to_note:
+                ends = time.monotonic() + seconds
                 if time.monotonic() >= self._note_at:
                     self._note()
-                quiet = max(0.0, self._note_at - time.monotonic()) if self._to_note else math.inf
-                return self._client.wait(key, version, min(seconds, quiet))
+                # Longer, and the node would say of itself that it is slow to answer.
+                ends = min(ends, self._note_at) if self._to_note else ends
+                return self._client.wait(key, version, max(0.0, ends - time.monotonic()))
             case effects.Rest(seconds):
                 _empty(self._nudges)
                 with suppress(Empty):

@@ -8,8 +8,9 @@ import importlib.util
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -318,6 +319,17 @@ def test_a_store_that_may_lose_the_run_or_the_password_is_told_of_once(
         "run 'test': memory: eviction: allkeys-lru; set noeviction",
         "run 'test': memory: TLS: plain",
     ]
+
+
+def test_a_pause_is_no_longer_for_the_history_that_is_written_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, waits = make_driver(MemoryClient(MemoryServer(), "run")), list[float]()
+    monkeypatch.setattr(driver._archive, "note", lambda record, at: time.sleep(0.2))
+    monkeypatch.setattr(driver._client, "wait", lambda *it: waits.append(it[2]))
+    driver._to_note.append((time.monotonic(), datetime.now(UTC), record_of(RUNNING, {})))
+    driver._perform(effects.Park("state", None, 5.0))
+    assert 0 < waits[0] <= 4.8
 
 
 @pytest.mark.parametrize(
