@@ -103,9 +103,7 @@ def until_a_verdict(
 def lost_by_accusation(
     document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> dict[str, Accusation]:
-    """Nodes lost by accusations. A node that beats again was not gone, and comes in like a new
-    node.
-    """
+    """Nodes lost by accusations. A node that beats again comes in like a new node."""
     found = {}
     for it in document.accused:
         record = records.get(it.node)

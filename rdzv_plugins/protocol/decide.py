@@ -201,9 +201,7 @@ def _end_with_the_run(view: View) -> Action | None:
 
 
 def _stay_out(view: View) -> Action | None:
-    """Unfit nodes: only an unfit node acts, because it must give up the lead and learn its run's
-    end.
-    """
+    """Unfit nodes: an unfit node gives up the lead and learns the end of its run."""
     document, latest = view.document, view.latest
     if view.record.status is not Status.LEFT:
         return None
@@ -283,9 +281,7 @@ def _give_up(view: View, document: RoundDocument) -> Action | None:
 
 
 def _give_up_the_lead(view: View, document: RoundDocument) -> Action | None:
-    """Lead: give up the lead if the listings fail, because other nodes see only that heartbeats
-    arrive.
-    """
+    """Lead: give up the lead if listings fail; other nodes see only its heartbeats."""
     return Abdicate(replace(document, leader=None)) if view.cannot_list else None
 
 
@@ -437,9 +433,7 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
 
 
 def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action | None:
-    """Accusations: if this node's link to the leader ended, ask the leader, and lead if it is
-    silent.
-    """
+    """Accusations: if the link to the leader ended, ask the leader; lead if it is silent."""
     beat, record = dict(view.record.accuses).get(leader), view.leader
     if view.rules.answer is None or beat is None or record is None or record.beat > beat:
         return None
@@ -623,9 +617,7 @@ def _await_the_last_round(view: View, at: Situation) -> Action | None:
 
 
 def _await_the_doubted(view: View, at: Situation) -> Action | None:
-    """Doubt: wait for doubted nodes that asked for this round; if it is full, only for the last
-    one's.
-    """
+    """Doubt: wait for doubted nodes that asked; in a full round, for those of the last one."""
     full, previous = at.size >= at.sizes.most, at.document.old_ranks
     unsure = [node for node in at.overdue if not full or node in previous]
     if not unsure:
@@ -676,9 +668,7 @@ _FORMING: tuple[_Leads, ...] = (
 
 
 def rejoin_patience(rules: Rules, size: int) -> float:
-    """Seconds that a round waits for a live participant of the last one; ``size``: of the round
-    now.
-    """
+    """Seconds that a round of ``size`` nodes waits for a live participant of the last round."""
     return rules.rejoin * (_SPARES_SUFFICE if size >= Sizes.of(rules).most else 1.0)
 
 

@@ -279,9 +279,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Exclusion(msgspec.Struct, frozen=True, array_like=True):
-    """A host whose nodes are kept out until a time in seconds since the epoch; None: until taken
-    back.
-    """
+    """A host whose nodes are kept out; ``until`` in seconds since the epoch, None: no end."""
 
     host: Id
     until: EpochTime | None = None

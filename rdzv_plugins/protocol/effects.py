@@ -76,9 +76,7 @@ class Drop(Effect[None], frozen=True):
 
 
 class Park(Effect[Entry | None], frozen=True):
-    """Wait until the key's version differs; answered with its `Entry`, or after ``seconds`` with
-    None.
-    """
+    """Answered with the key's `Entry` once its version differs; after ``seconds`` with None."""
 
     key: str
     version: Version | None
@@ -137,9 +135,7 @@ class DialPeer(Begin, frozen=True):
 
 
 class DropStores(Effect[None], frozen=True):
-    """Delete the c10d stores of other incarnations, and of this incarnation's rounds below
-    ``before``.
-    """
+    """Delete the c10d stores of other incarnations and of the rounds below ``before``."""
 
     incarnation: str
     before: int

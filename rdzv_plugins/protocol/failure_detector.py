@@ -92,9 +92,7 @@ class FailureDetector:
             )
 
     def heard(self, node: str, now: float) -> None:
-        """Note another write of the node, as good as a beat: a store that forgets may lose each
-        beat.
-        """
+        """Note another write of the node: as good as a beat, which a store may forget."""
         seen = self._seen.setdefault(node, Watched(None, now, now))
         seen.since, seen.looked, seen.forgiven = max(seen.since, now), now, None
 

@@ -56,9 +56,7 @@ class Heartbeat:
         return max(0.0, self._next - self._clock())
 
     def require(self, *, rings: bool = False) -> None:
-        """Have the record written before the next decision; ``rings``: ring the leader's bell with
-        it.
-        """
+        """Have the record written before the next decision; ``rings``: and ring the bell."""
         self._is_due, self._rings = True, self._rings or rings
 
     def amend(self, **fields: Any) -> None:

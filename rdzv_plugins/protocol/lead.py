@@ -116,9 +116,7 @@ class Lead:
             yield from Expire(self._rules.abandoned)
 
     def tidy_up(self) -> Effects[bool]:
-        """Tidy up after a round that was released, to this node's agent too; returns whether it
-        did.
-        """
+        """Tidy up after a round once its agents are released; returns whether there was one."""
         if self._untidy is None:
             return False
         (released, before, took), self._untidy = self._untidy, None
@@ -174,9 +172,7 @@ class Lead:
         return document is not None and document.incarnation == self._looks_back_for
 
     def _look_back(self, document: RoundDocument) -> Effects[None]:
-        """Read the exclusions of earlier runs, once. No round waits: an excluded node is taken out
-        later.
-        """
+        """Read the exclusions of earlier runs, once; an excluded node is taken out later."""
         now = self._clock()
         if not self._looks_back_in(document):
             self._looks_back_for, self._carried = document.incarnation, None

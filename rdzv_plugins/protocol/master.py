@@ -13,9 +13,7 @@ _AT_ONCE_SECONDS = 0.05
 
 
 class Master:
-    """The state of opening a TCPStore; after ``patience`` seconds the node looks for another rank
-    0.
-    """
+    """Opens a TCPStore; after ``patience`` seconds the node looks for another rank 0."""
 
     def __init__(self, patience: float, clock: Callable[[], float]) -> None:
         self._patience = patience

@@ -151,9 +151,7 @@ class Neighbours:
         self._hear_others()
 
     def owe_links(self, seconds: float = 0.0, nodes: int = 0) -> None:
-        """Make the links after at most these seconds, and _PER_NODE_SECONDS more for each of the
-        nodes.
-        """
+        """Make the links after these seconds at most, and _PER_NODE_SECONDS for each node."""
         if self._rules.answer is not None:
             due_at = self._clock() + seconds + _PER_NODE_SECONDS * nodes
             self._due_at = min(self._due_at, due_at)

@@ -133,9 +133,7 @@ class NetworkCheck:
         self._world_id = document.world_id
 
     def _dial(self, node: str, endpoint: str, exchanges: bool) -> Effects[tuple[float, str] | None]:
-        """The seconds that the dial took, and the endpoint with the error if it failed; None: not
-        yet.
-        """
+        """The seconds that the dial took, and why it failed, if it did; None: not known yet."""
         if self._dialling is None or (self._begins_again and not self._beginnings.seconds_left):
             self._attempts += 1
             attempt = f"{self._world_id} {self._attempts}"

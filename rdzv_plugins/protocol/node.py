@@ -230,9 +230,7 @@ class Node:
 
     @property
     def over(self) -> bool:
-        """Whether the run has left the round of this node's agent, so that the agent must not wait
-        in it.
-        """
+        """Whether the agent must not wait in its round, because the run has left that round."""
         return self.waiting > 0 or self._seen.closed
 
     @property
@@ -304,9 +302,7 @@ class Node:
     # For the thread that drives.
 
     def news_for_others(self) -> KeepLinks | None:
-        """What to say over links now; said even while a request goes on, because others decide by
-        it.
-        """
+        """What to say over links now, even during a request, because others decide by it."""
         return self._neighbours.say(self._standing)
 
     def run(self) -> Effects[None]:

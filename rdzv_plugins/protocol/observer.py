@@ -204,9 +204,7 @@ class Observer:
             self._asked_tombstones.clear()
 
     def _decode(self, entry: Entry | None) -> RoundDocument | None:
-        """None for an unbelieved document, as if the store had forgotten it: live nodes write it
-        again.
-        """
+        """None for an unbelieved document: live nodes write theirs again."""
         if entry is None:
             return None
         try:
@@ -259,18 +257,14 @@ class Observer:
         return not document.closed and not (latest.closed and latest.is_of(self.confirmed))
 
     def asked_tombstones(self) -> frozenset[str]:
-        """As `View.asked_tombstones`; an answer holds for ``sweep_after``, because a run may end
-        and be swept.
-        """
+        """As `View.asked_tombstones`; an answer holds for ``sweep_after`` seconds."""
         oldest = self._clock() - self._rules.sweep_after
         # A copy, because other threads call this while the node's thread adds answers.
         answers = [*self._asked_tombstones.items()]
         return frozenset(incarnation for incarnation, asked in answers if asked > oldest)
 
     def hear_of_the_end(self, incarnation: str, outcome: Outcome | None, asked: float) -> None:
-        """Note the tombstone of a run that this node remembers; outcome None: there was none when
-        asked.
-        """
+        """Note the tombstone of a run that this node remembers; None: there was none."""
         self._asked_tombstones[incarnation] = asked
         for run in (self.latest, self.confirmed):
             if outcome is not None and run is not None and run.incarnation == incarnation:
@@ -278,9 +272,7 @@ class Observer:
                 return
 
     def read_record(self, node: str) -> Effects[tuple[Entry | None, NodeRecord | None]]:
-        """Read one node's record: the entry, and the record or None. Later listings show no older
-        one.
-        """
+        """Read one node's entry and record, or None. Later listings show no older record."""
         asked = self._clock()
         entry = yield from Read(NODES_PREFIX + node)
         record = self._listing.read(node, entry)

@@ -247,9 +247,7 @@ def costs_the_others(
 
 
 def only_leaves(node: Node, all_done: bool) -> bool:
-    """Whether a node that ends leaves the run open, unless it failed: others still work, or it is
-    in no round.
-    """
+    """Whether a node that ends leaves the run open: others work, or it is in no round."""
     return (node.done and not all_done) or not node.in_round
 
 

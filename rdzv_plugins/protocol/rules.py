@@ -286,9 +286,7 @@ class SetRecord(msgspec.Struct, frozen=True):
 
 
 class Confirm(msgspec.Struct, frozen=True):
-    """Confirm the rank in this node's record, after rank 0 opened MASTER_PORT; give up after
-    ``seconds``.
-    """
+    """Confirm the rank, on rank 0 after it opened MASTER_PORT; give up after ``seconds``."""
 
     document: RoundDocument
     is_master: bool

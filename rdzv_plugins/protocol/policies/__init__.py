@@ -45,9 +45,7 @@ POLICIES: tuple[Policy, ...] = (
     Selection(),
     Ranks(),
 )
-"""The first answer counts. Each policy chooses among the nodes that the policy before it has
-chosen.
-"""
+"""The first answer counts; each policy chooses among the nodes that the last one chose."""
 
 
 def keeps_out(

@@ -237,9 +237,7 @@ def pause(faults: Faults, rules: Rules) -> float:
 def able_to_host(
     document: RoundDocument, records: Mapping[str, NodeRecord], chosen: Collection[str]
 ) -> Mapping[str, NodeRecord]:
-    """The records for giving ranks: nodes that could not be dialled do not host, unless none else
-    can.
-    """
+    """The records for giving ranks: a node that was not reached hosts only if none else can."""
     if not document.faults.not_to_host:
         return records
     others = [node for node in chosen if node not in document.faults.not_to_host]

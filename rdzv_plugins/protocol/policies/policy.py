@@ -89,9 +89,7 @@ class Policy:
         return nodes
 
     def hold(self, view: View, at: Situation) -> Reason | None:
-        """Why waiting nodes do not come in yet, or why a round that has enough nodes waits for
-        more.
-        """
+        """Why waiting nodes do not come in yet, or why a round that has enough nodes waits."""
         return None
 
     def judge(self, view: View, at: Situation, moment: Moment) -> Action | Again | None:
