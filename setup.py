@@ -12,11 +12,16 @@ class BuildWithPages(build_py):
         super().run()
         if self.editable_mode:
             return
+        package = Path(self.build_lib, "rdzv_plugins/cli")
+        script = Path("examples/train.py").read_text(encoding="utf-8")
+        # The first line tells it from the site's copy: check-wheel-contents wants no duplicates.
+        (package / "train.py").write_text(f"# What rdzv demo trains with.\n{script}", "utf-8")
+        if (package / "site").exists():
+            return  # Of `make build`; it has the pages too.
         for page in Path("docs").rglob("*.md"):
-            copy = Path(self.build_lib, "rdzv_plugins/cli/pages", page.relative_to("docs"))
+            copy = package / "pages" / page.relative_to("docs")
             copy.parent.mkdir(parents=True, exist_ok=True)
             copyfile(page, copy)
-        copyfile("examples/train.py", Path(self.build_lib, "rdzv_plugins/cli/train.py"))
 
 
 setup(cmdclass={"build_py": BuildWithPages})
