@@ -162,7 +162,7 @@ def check_health(settings: Settings) -> Iterator[Finding]:
     for line in warnings:
         yield Finding(Mark.WARNING, "health", line)
     if reason is not None:
-        found, advice = f"this node is unfit: {reason}", "it would not join; see rdzv docs node-checks"
+        found, advice = f"this node is unfit: {reason}", "it would not join: rdzv docs node-checks"
         yield Finding(Mark.FAILED, "health", found, advice)
     elif not warnings:
         yield Finding(Mark.OK, "health", f"this node is fit: {', '.join(gate.names)}")
