@@ -112,9 +112,10 @@ def _train(options: argparse.Namespace, journal: Journal) -> None:
         torch.nn.utils.vector_to_parameters(values, parameters)
         stopping = message[-1].item() > 0
         journal.note("step", step=step, loss=message[-2].item())
-        if rank == 0 and (step % options.checkpoint_every == 0 or stopping):
-            _save(model, checkpoint, step)
-            rdzv_plugins.resize_now()
+        if rdzv_plugins.step(step) or step % options.checkpoint_every == 0 or stopping:
+            if rank == 0:
+                _save(model, checkpoint, step)
+            rdzv_plugins.saved(step)
         if stopping:
             break
         time.sleep(max(0.0, began + options.pace - time.monotonic()))

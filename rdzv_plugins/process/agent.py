@@ -58,6 +58,7 @@ from torch.distributed.launcher import api
 from rdzv_plugins.kv import Attempts, exhausted
 from rdzv_plugins.process.guard import Guard
 from rdzv_plugins.process.handler import StoreRendezvousHandler
+from rdzv_plugins.process.notice import Notice
 from rdzv_plugins.process.stopping import stop
 from rdzv_plugins.process.warm import Standbys
 from rdzv_plugins.process.worker import VARIABLE
@@ -90,12 +91,14 @@ class RunAgent(LocalElasticAgent):
     """torch's agent, with the rule of this module for this package's handler.
 
     torch has no public way to exclude a failure from the count, so this class overrides
-    `_monitor_workers`, which the agent's loop calls. ``tests/handlers/test_agent.py`` fails when
+    `_monitor_workers`, which the agent's loop calls, and, for `Notice`, what starts and stops
+    workers. ``tests/handlers/test_agent.py`` fails when
     torch changes the private names.
     """
 
     _failure: RunResult | None = None
     _guard: Guard | None = None
+    _notice: Notice | None = None
 
     def __init__(self, *args: Any, standbys: Standbys | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -107,6 +110,7 @@ class RunAgent(LocalElasticAgent):
         handler = self._worker_group.spec.rdzv_handler
         if isinstance(handler, StoreRendezvousHandler):
             handler.blames = True
+            self._notice = Notice(handler, handler.leave_notice)
         try:
             result: RunResult = super().run(role)
             return result
@@ -129,7 +133,14 @@ class RunAgent(LocalElasticAgent):
             started: dict[int, Any] = super()._start_workers(worker_group)
         guard.watch(started.values())
         self._stop_all_that_workers_start(guard)
+        if self._notice is not None:
+            self._notice.begin()
         return started
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        if self._notice is not None:
+            self._notice.end()
+        super()._stop_workers(worker_group, *args, **kwargs)
 
     def _stop_all_that_workers_start(self, guard: Guard) -> None:
         """Make torch's stop of the workers include the processes that they have started.
@@ -170,9 +181,13 @@ class RunAgent(LocalElasticAgent):
             self._guard.renew()
         if self._standbys is not None:
             self._standbys.renew()
+        if self._notice is not None:
+            self._notice.look()
         handler = worker_group.spec.rdzv_handler
         # Keep the first result: stopping the remaining workers changes later results.
         result = self._failure or super()._monitor_workers(worker_group)
+        if self._notice is not None and result.state is not WorkerState.HEALTHY:
+            self._notice.end()
         if result.state is WorkerState.UNHEALTHY:
             return self._stuck(worker_group)
         if result.state is not WorkerState.FAILED or not isinstance(

@@ -216,9 +216,14 @@ class Driver:
         if self._thread is threading.current_thread() and (news := self._node.news_for_others()):
             self._perform(news)
 
-    def allow_growth(self) -> None:
-        """Report that this node's workers allow newcomers now."""
-        self._node.allow_growth()
+    def note_saved(self) -> None:
+        """Report that a worker of this node has saved."""
+        self._node.note_saved()
+        self._nudge()
+
+    def order_leave(self) -> None:
+        """Have this node leave once the run has saved."""
+        self._node.order_leave()
         self._nudge()
 
     def stop(self, seconds: float) -> None:

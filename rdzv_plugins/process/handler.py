@@ -49,7 +49,8 @@ from rdzv_plugins.process.explain import Refusal, what_failed
 from rdzv_plugins.process.fitness import Fitness
 from rdzv_plugins.process.master_servers import MasterServers
 from rdzv_plugins.process.signals import SignalWatch
-from rdzv_plugins.process.worker import CurrentRound, Moments, hand_down, take_back
+from rdzv_plugins.process.steps import Steps
+from rdzv_plugins.process.worker import CurrentRound, hand_down, take_back
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.contact import Standing
@@ -142,7 +143,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._store: AgentStore | None = None
         self._saw_change = False
         self._handed_down: str | None = None
-        self._moments: Moments | None = None
         self._pid = os.getpid()
         node_id = secrets.token_hex(8)
         self._listener = self._listen(node_id, address)
@@ -165,6 +165,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             port=self._listener.port if self._listener and rules.network_check else 0,
             link=self._listener.port if self._listener and has_links else 0,
         )
+        self._steps = Steps(lambda text: self._log.warning(text))
         self._node = Node(
             node_id,
             record,
@@ -173,13 +174,12 @@ class StoreRendezvousHandler(RendezvousHandler):
             clock.now,
             random.Random(secrets.randbits(64)),
             time.time,
+            self._steps,
         )
         self._log = RunLog(log, run_id, self._node)
         self._refusal = Refusal(
             run_id, rules, self._node, client, archive, settings.join_timeout, store_is_here
         )
-        if rules.grow == "checkpoint":
-            self._moments = Moments(self._log.warning)
         self._reach = Reach(address, self._log.warning, f"rdzv-{run_id}-reach")
         # Read before torchrun's variables are withheld from the workers.
         restarts = max_restarts() or 0
@@ -305,7 +305,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 spares=document.waiting,
                 domain=self._settings.domain,
                 fencing_token=document.fencing_token,
-                resize_file=self._moments.begin(document.world_id) if self._moments else None,
+                steps_file=self._steps.begin(document.world_id),
                 agent=self._pid,
             )
         )
@@ -362,6 +362,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
+        self._steps.end()
         # An agent joins again if it saw a change of membership, or else if its workers failed.
         failed = self._store is not None and not self._saw_change
         costs = failed and self._costs_the_others()
@@ -422,13 +423,35 @@ class StoreRendezvousHandler(RendezvousHandler):
         """Above 0 if the agent should join again; reads memory, without I/O. Never raises."""
         # Only the main thread can; next_rendezvous() may have run in another thread.
         self._signals.renew()
-        if self._moments is not None and self._moments.named():
-            self._driver.allow_growth()
+        if self._steps.has_saved():
+            self._driver.note_saved()
         self._reach.go_on()
         made_up = self._store is not None and self._store.made_up
         waiting = self._node.waiting or int(made_up)
         self._saw_change = self._saw_change or waiting > 0
         return waiting
+
+    @property
+    def leave_notice(self) -> float:
+        """As the option; at most ``save_timeout``."""
+        return min(self._settings.leave_notice, self._rules.save_timeout)
+
+    @property
+    def can_save(self) -> bool:
+        """Whether each worker of this node has called ``step()`` in this round; reads memory."""
+        return self._steps.progress() is not None
+
+    def order_leave(self) -> None:
+        """Have the run save, after which this node leaves: see `may_leave`."""
+        self._driver.order_leave()
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the run has saved for this node's leave, or the round ended before that."""
+        latest = self._node.latest
+        if latest is None or self._node.over or not self._node.in_round:
+            return True
+        return latest.saving is not None and latest.saving.saved
 
     def is_closed(self) -> bool:
         latest = self._node.latest
@@ -688,8 +711,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             if self._handed_down is not None:
                 self._handed_down = None
                 give_back()
-            if self._moments is not None:
-                self._moments.close()
+            self._steps.close()
             self._signals.release()
             if self._report is not None:
                 self._report.close()

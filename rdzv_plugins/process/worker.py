@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import logging
 import os
-import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -26,17 +21,13 @@ __all__ = [
     "VARIABLE",
     "CurrentRound",
     "FencedError",
-    "Moments",
     "current",
     "end_with_agent",
     "fence",
     "hand_down",
     "refuse_in_a_worker",
-    "resize_now",
     "take_back",
 ]
-
-log = logging.getLogger(__name__)
 
 VARIABLE = "RDZV_CURRENT_ROUND"
 """JSON. The names RDZV_PLUGINS_* are options."""
@@ -55,7 +46,7 @@ class CurrentRound:
         spares: how many nodes waited without a place when the ranks were given.
         domain: of this node; None: unknown, or the run does not need it.
         fencing_token: larger than in each earlier round of the run id; see `rdzv_plugins.fence`.
-        resize_file: a worker creates it to allow newcomers; None: the run does not wait for that.
+        steps_file: shared memory of the node's workers and their agent; None: there is none.
         agent: the process id of the agent that started the worker.
     """
 
@@ -66,12 +57,10 @@ class CurrentRound:
     spares: int = 0
     domain: str | None = None
     fencing_token: int = 0
-    resize_file: str | None = None
+    steps_file: str | None = None
     agent: int = 0
 
 
-# Whether a failure of `resize_now` was logged.
-_has_warned = False
 # For Linux's prctl: a process gets a signal when the thread that started it has ended.
 _PR_SET_PDEATHSIG = 1
 
@@ -116,76 +105,6 @@ def end_with_agent() -> bool:
     if os.getsid(0) == os.getpid() and os.getppid() != 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return False
-
-
-def resize_now() -> bool:
-    """As `rdzv_plugins.resize_now`."""
-    now = current()
-    if now is None or now.resize_file is None:
-        return False
-    file = Path(now.resize_file)
-    try:
-        # A cleaner of temporary files may have deleted the agent's folder.
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        file.touch()
-    except OSError as error:
-        # The training goes on without newcomers.
-        global _has_warned
-        if not _has_warned:
-            log.warning(
-                "resize_now() could not tell the agent that newcomers may come (%s): the training "
-                "goes on without them",
-                error,
-            )
-        _has_warned = True
-        return False
-    return True
-
-
-class Moments:
-    """The files, one a round, that workers create to allow newcomers."""
-
-    def __init__(self, warn: Callable[[str], object]) -> None:
-        self._warn = warn
-        self._warned = False
-        # A secret name, so that no other user can create the folder first.
-        self._name = f"rdzv-{secrets.token_hex(8)}"
-        self._folder = self._file = ""
-
-    def begin(self, world_id: str) -> str:
-        """The file of this round; creates its folder, which a cleaner may have deleted."""
-        try:
-            self._folder = os.path.join(tempfile.gettempdir(), self._name)
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)
-        except OSError as error:
-            # `resize_now` tries to create the folder again.
-            self._folder = self._folder or os.path.join("/tmp", self._name)
-            self._warn_once(error)
-        self._file = os.path.join(self._folder, world_id)
-        return self._file
-
-    def named(self) -> bool:
-        """Whether a worker has allowed newcomers since the last call; never raises."""
-        try:
-            os.unlink(self._file)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            self._warn_once(error)
-            return False
-        return True
-
-    def _warn_once(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            self._warn(
-                f"no worker can say that newcomers may come, for the folder of temporary files "
-                f"cannot be used ({error}); set TMPDIR to another one"
-            )
-
-    def close(self) -> None:
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class FencedError(RuntimeError):

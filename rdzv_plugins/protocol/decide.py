@@ -36,6 +36,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
+from rdzv_plugins.protocol.policies.checkpoint import seconds_left
 from rdzv_plugins.protocol.policies.policy import Again, Moment
 from rdzv_plugins.protocol.roster import MISSING
 from rdzv_plugins.protocol.rounds import (
@@ -720,7 +721,8 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
     ordered = bool(at.taken_out or (document.restart and not at.done))
     lost = bool(at.newly_gone) and view.rules.restart_on_loss
     grows = at.growth > 0 and policies.holds(view, at) is None
-    if not (at.rejoined or ordered or lost or grows):
+    planned = (ordered or grows) and seconds_left(view, at) is None
+    if not (at.rejoined or lost or planned):
         return None
     failed = [node for node in at.rejoined if records[node].failed]
     # A node without failed workers joins again if the store forgot its round.
@@ -759,7 +761,7 @@ def _say_that_it_finishes(view: View, at: Situation) -> Action | None:
 
 def _drop_what_came_to_nothing(view: View, at: Situation) -> Action | None:
     """Drop an order to grow or to restart: no node waits, or a node is done."""
-    if at.document.resize or at.document.restart:
+    if (at.document.resize or at.document.restart) and seconds_left(view, at) is None:
         return Write(replace(at.document, resize=False, restart=""))
     return None
 
@@ -770,6 +772,7 @@ def _await_a_change(view: View, at: Situation) -> Action | None:
     until = (
         _until_lease(view, without(at.present, at.done)),
         held.seconds if held is not None else None,
+        seconds_left(view, at),
     )
     seconds = min((it for it in until if it is not None), default=None)
     return Wait(seconds, enough=at.growth > 0)

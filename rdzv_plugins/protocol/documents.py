@@ -364,6 +364,21 @@ NO_FAULTS = Faults()
 """
 
 
+class Saving(msgspec.Struct, frozen=True, array_like=True):
+    """The step at which all ranks save before a planned change of the round. Rule: checkpoint.
+
+    Attributes:
+        agreed: every participant's workers wait at the step, or have reached it.
+        saved: every rank has saved it.
+        refused: steps that were named before, and that a rank had passed already.
+    """
+
+    step: Count
+    agreed: bool = False
+    saved: bool = False
+    refused: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
+
+
 class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Many nodes in rank order, stored apart from the document. See `rdzv_plugins.protocol.roster`.
 
@@ -432,6 +447,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             round.
         restart: a person's reason for an ordered restart; empty: none is ordered.
         faults: what the network check has found.
+        saving: the checkpoint that the round awaits before it ends.
         accused: nodes that have to show that they live, or did not.
         fencing_token: of the last round that was given ranks; larger than in each round before.
         run: the id of the run, if its founder knew it.
@@ -472,6 +488,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     strikes: Annotated[tuple[Strikes, ...], Long] = ()
     restart: Text = ""
     faults: Faults = NO_FAULTS
+    saving: Saving | None = None
     accused: Annotated[tuple[Accusation, ...], Long] = ()
     fencing_token: Count = 0
     edition: Count = 0
@@ -634,6 +651,12 @@ class NodeRecord(
         accuses: nodes that were gone when this node dialled them again, each with its last beat.
         found: what its network check found in the round of ``world_id``.
         suspect: its last round did not run because of its network; no running round ends for it.
+        leaves: it leaves once the run has saved a checkpoint.
+        answer: the step named for a checkpoint, and the step that its fastest worker had reached
+            when all of them knew of it; it accepts if that is an earlier step.
+        saved: the last step that all its workers have saved, plus 1; told while the run saves.
+        step: the last step of its slowest worker, the milliseconds of a step (0: unknown), and the
+            local rank of that worker; None: not every worker has called ``step()`` in this round.
         last_call: of a leader: the round that forms, and when its last call ends, by the leader's
             wall clock; for people alone. None: none runs, or it has just begun.
         at: when it wrote this, by its wall clock, in seconds since the epoch; for people alone. 0:
@@ -668,10 +691,14 @@ class NodeRecord(
     accuses: Annotated[tuple[tuple[Id, Count], ...], Long] = ()
     found: Found | None = None
     suspect: bool = False
+    leaves: bool = False
+    answer: tuple[Count, Count] | None = None
+    saved: Count = 0
     last_call: tuple[Count, Clock] | None = None
     schema: Literal[2] = 2
     # Last, because they change with each heartbeat and a store may send only the end of a value.
     slow: Count = 0
+    step: tuple[Count, Count, Count] | None = None
     looks: Count = 0
     at: Clock = 0
     beat: Count
@@ -708,6 +735,12 @@ class NodeRecord(
     def is_unfit(self) -> bool:
         """Whether the node is out of all rounds until its check passes, or it gives up."""
         return self.status is Status.LEFT and self.unfit != ""
+
+    def accepts(self, step: int) -> bool | None:
+        """Whether its workers wait at a step that was named; None: it has not answered."""
+        if self.answer is None or self.answer[0] != step:
+            return None
+        return self.answer[1] < step
 
     def encode(self) -> bytes:
         return _ENCODER.encode(self)

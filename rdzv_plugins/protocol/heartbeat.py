@@ -10,9 +10,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from rdzv_plugins.kv import RendezvousConnectionError
-from rdzv_plugins.protocol.documents import NodeRecord
+from rdzv_plugins.protocol.documents import NodeRecord, Status
 from rdzv_plugins.protocol.effects import Effects, PutRecord
 from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.progress import Workers
 from rdzv_plugins.protocol.rules import Rules
 
 # The record's `slow` is 0 below this many milliseconds.
@@ -33,6 +34,7 @@ class Heartbeat:
         chance: random.Random,
         wall: Callable[[], float],
         seen: Observer,
+        workers: Workers,
     ) -> None:
         self.record = record
         self._id = node_id
@@ -41,6 +43,7 @@ class Heartbeat:
         self._chance = chance
         self._wall = wall
         self._seen = seen
+        self._workers = workers
         # Whether the record is due before the next decision, and the bell is rung with it.
         self._is_due = self._rings = False
         # The first heartbeat comes with the order to join.
@@ -91,10 +94,12 @@ class Heartbeat:
             self._seen.read_again(leader=True, records=True)
 
     def _write(self, last_call: tuple[int, int] | None) -> Effects[None]:
+        progress = self._workers.progress() if self.record.status is Status.RUN else None
         slow = int(1000 * max(*self._took, self._seen.delays.overslept))
         self.amend(
             beat=self.record.beat + 1,
             looks=self._seen.looks,
+            step=(progress.step, progress.milliseconds, progress.rank) if progress else None,
             slow=slow if slow >= _SLOW else 0,
             # For people alone.
             at=int(self._wall()),

@@ -8,6 +8,7 @@ from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.documents import RoundDocument, Status
 from rdzv_plugins.protocol.heartbeat import Heartbeat
 from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.rules import Rules
 
 # Tell a changed sentence once it has stood this long, not at each step of a forming round.
 _SETTLED_SECONDS = 1.0
@@ -17,18 +18,18 @@ _REPEAT_SECONDS = 30.0
 class Orders:
     """Orders and reports of the agent's threads that the node has not taken up yet.
 
-    ``join``, ``withdraw``, ``done`` and ``growth`` tell which methods of `Node` were called;
-    ``unfit`` is the reason of `Node.report_unfit`, None: not called.
+    ``unfit`` is the reason of `Node.report_unfit`, None: not called. The others tell which methods
+    of `Node` were called.
     """
 
     def __init__(self) -> None:
-        self.join = self.withdraw = self.done = self.growth = False
+        self.join = self.withdraw = self.done = self.leave = self.saved = False
         self.unfit: str | None = None
         self.failed, self.waited = False, 0.0
 
     @property
     def any(self) -> bool:
-        agent = self.join or self.withdraw or self.done or self.growth
+        agent = self.join or self.withdraw or self.done or self.leave or self.saved
         return agent or self.unfit is not None
 
 
@@ -69,13 +70,14 @@ class Join:
         self,
         orders: Orders,
         timeout: float,
+        rules: Rules,
         clock: Callable[[], float],
         seen: Observer,
         heartbeat: Heartbeat,
         contact: Contact,
     ) -> None:
         self._orders = orders
-        self._timeout, self._clock = timeout, clock
+        self._timeout, self._rules, self._clock = timeout, rules, clock
         self._seen, self._heartbeat, self._contact = seen, heartbeat, contact
         self.waits = False
         self.asked_at = self.deadline = 0.0
@@ -104,9 +106,13 @@ class Join:
             if self._is_at_work:
                 # No node waits for this, so do not ring the bell.
                 heartbeat.change(status=Status.DONE)
-        if orders.growth:
-            orders.growth = False
+        if orders.leave:
+            orders.leave = False
             if self._is_at_work:
+                heartbeat.change(rings=True, leaves=True)
+        if orders.saved:
+            orders.saved = False
+            if self._is_at_work and self._rules.grow == "checkpoint":
                 heartbeat.change(rings=True, may_grow=True)
         return begins
 
@@ -134,6 +140,10 @@ class Join:
             hosts=True,
             failed=orders.failed,
             may_grow=False,
+            leaves=False,
+            answer=None,
+            saved=0,
+            step=None,
             unfit="",
             suspect=self.suspect,
         )

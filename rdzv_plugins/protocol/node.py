@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.sealed import ForeignValueError
 from rdzv_plugins.protocol import rules, words
+from rdzv_plugins.protocol.checkpoint import Checkpoint
 from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
@@ -58,6 +59,7 @@ from rdzv_plugins.protocol.master import Master
 from rdzv_plugins.protocol.neighbours import Neighbours
 from rdzv_plugins.protocol.network_check import NetworkCheck
 from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.progress import NoSteps, Workers
 from rdzv_plugins.protocol.remarks import remarks
 from rdzv_plugins.protocol.rules import Failure
 from rdzv_plugins.protocol.situation import nodes_waiting, waits_for_a_living_round
@@ -98,6 +100,7 @@ class Node:
             the round for which it waits has ended.
         chance: the source of its random share and of incarnations.
         wall: as `View.wall`.
+        workers: tell their steps; None: they do not.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Node:
         clock: Callable[[], float],
         chance: random.Random,
         wall: Callable[[], float],
+        workers: Workers | None = None,
     ) -> None:
         self.id = node_id
         self._rules = rules
@@ -119,11 +123,15 @@ class Node:
         # The answer of ``num_nodes_waiting()`` unless this node is cut off.
         self._waiting = 0
         self._share = chance.random()
+        workers = workers or NoSteps()
         self._seen = seen = Observer(node_id, rules, clock)
         self._contact = Contact(rules, clock)
         self._orders = Orders()
-        self._heartbeat = Heartbeat(node_id, record, rules, clock, chance, wall, seen)
-        self._join = Join(self._orders, join_timeout, clock, seen, self._heartbeat, self._contact)
+        self._heartbeat = Heartbeat(node_id, record, rules, clock, chance, wall, seen, workers)
+        self._join = Join(
+            self._orders, join_timeout, rules, clock, seen, self._heartbeat, self._contact
+        )
+        self._checkpoint = Checkpoint(workers, self._heartbeat)
         self._lead = Lead(node_id, rules, clock, wall, seen, self._heartbeat)
         self._writer = Writer(
             node_id, rules, clock, chance, wall, seen, self._heartbeat, self._join, self._lead
@@ -263,9 +271,13 @@ class Node:
         """Say that this node's workers succeeded. Like `order_join`."""
         self._orders.done = True
 
-    def allow_growth(self) -> None:
-        """Say that now is a good moment to let newcomers in. Like `order_join`."""
-        self._orders.growth = True
+    def order_leave(self) -> None:
+        """Leave once the run has saved a checkpoint. Like `order_join`."""
+        self._orders.leave = True
+
+    def note_saved(self) -> None:
+        """Note that a worker of this node has saved. Like `order_join`."""
+        self._orders.saved = True
 
     def report_unfit(self, reason: str) -> None:
         """Say that this node asks for no round, and why: its check failed. Like `order_join`.
@@ -435,6 +447,7 @@ class Node:
         self._network.take_up()
         yield from self._neighbours.take_up_evidence()
         self._neighbours.answer()
+        self._checkpoint.take_up(self.document)
 
     def _look(self) -> Effects[None]:
         """Beat if that is due, and read what a decision needs."""
@@ -511,6 +524,7 @@ class Node:
             round_age=now - seen.since.round,
             uptime=now - seen.since.running if seen.since.running is not None else 0.0,
             longest_uptime=now - seen.since.forming if seen.since.forming is not None else math.inf,
+            saving_for=now - seen.since.saving if seen.since.saving is not None else 0.0,
             grown_for=now - seen.since.grown,
             latest=seen.latest,
             asked_tombstones=seen.asked_tombstones(),

@@ -65,6 +65,7 @@ def next_round(
         cause=cause,
         resize=False,
         restart="",
+        saving=None,
     )
 
 

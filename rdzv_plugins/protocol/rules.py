@@ -41,6 +41,7 @@ class Rules:
             for this long; infinite: only if the store refuses the node, after its lease.
         answer: seconds within which a wake-up reaches a node and its heartbeat reaches the store;
             None: nodes have no links, and nobody is accused.
+        save_timeout: how long a planned end of a round waits for its checkpoint; 0: not at all.
         probation: how long a node is new to a run, where ``min_uptime`` is 0.
         run: the id of the run; a document with another id is not believed. "": not known.
         sealed: only nodes and commands of the run can have written what this node reads. An older
@@ -71,6 +72,7 @@ class Rules:
     segment: int = 1
     network_check: bool = False
     outage_limit: float = math.inf
+    save_timeout: float = 0.0
     probation: float = 60.0
     answer: float | None = None
     run: str = ""
@@ -128,6 +130,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         longest_uptime: the most seconds for which the round may have run; infinite: this node did
             not see it form.
         grown_for: seconds since this node first saw the last round that let newcomers in.
+        saving_for: seconds since this node first saw that the round awaits a checkpoint.
         latest: the document of this node's run with the highest (round, phase) that it has read.
         asked_tombstones: incarnations for which this node has lately found no tombstone.
         member: the round that the agent runs in, or ran in last.
@@ -193,6 +196,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     fresh: str
     wall: float
     carried: tuple[Exclusion, ...] | None
+    saving_for: float = 0.0
     checks: bool = False
     join_left: float = math.inf
     opening_for: float | None = None

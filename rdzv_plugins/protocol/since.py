@@ -13,6 +13,7 @@ class Since:
         round: of its round.
         running: of the round that runs; None: none runs.
         forming: of the last document before `running`; None: this node saw none.
+        saving: of a round that awaits a checkpoint; None: it awaits none.
         grown: of the last round that let newcomers in.
         enough: since when enough nodes are ready, as this leader has counted; None: too few are.
     """
@@ -20,6 +21,7 @@ class Since:
     def __init__(self, now: float) -> None:
         self.document = self.round = self.grown = now
         self.running: float | None = None
+        self.saving: float | None = None
         self.forming: float | None = None
         self.enough: float | None = None
         self._runs: str | None = None  # The world_id of the round of `running`.
@@ -32,6 +34,10 @@ class Since:
             return
         if was is None or was.place != document.place:
             self.enough = None
+        if document.saving is None:
+            self.saving = None
+        elif self.saving is None:
+            self.saving = now
         same_round = was is not None and was.is_of(document) and was.round == document.round
         if not same_round:
             self.round = now

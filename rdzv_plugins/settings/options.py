@@ -74,8 +74,16 @@ class Settings:
     others"""
     grow: str = option("now", choices=("now", "checkpoint", "never"), of_run=True)
     """when a running round with room is ended for newcomers: now (once last_call_timeout has passed
-    or they fill the round), checkpoint (when a worker calls ``rdzv_plugins.resize_now()``, or at
-    ``rdzv resize``) or never; any restart lets them in"""
+    or they fill the round), checkpoint (when a worker calls ``rdzv_plugins.saved()``, or at ``rdzv
+    resize``) or never; any restart lets them in"""
+    save_timeout: float = option(60.0, least=0, of_run=True)
+    """seconds that a planned end of a round (``rdzv drain``, ``restart`` and ``resize``,
+    grow=checkpoint, a signal to ``rdzv run``) waits until all ranks have saved at one step, as
+    ``rdzv_plugins.step()`` tells them; 0: it does not wait. Without effect if the script does not
+    call it"""
+    leave_notice: float = option(25.0, least=0)
+    """seconds after SIGTERM, or another of ``--signals-to-handle``, within which ``rdzv run``
+    leaves; until then its workers train on until the run has saved; at most save_timeout"""
     min_uptime: float = option(0.0, least=0, of_run=True)
     """seconds that a round runs before it is ended for newcomers"""
     resize_interval: float = option(0.0, least=0, of_run=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import rdzv_plugins
+from rdzv_plugins.process.steps import Slot
 from rdzv_plugins.process.worker import VARIABLE, current
 from rdzv_plugins.protocol.documents import Status
 from rdzv_plugins.testing.threads import Background
@@ -54,28 +54,21 @@ def test_spares_are_counted(site: Site) -> None:
     assert found.domain is None
 
 
-def test_a_worker_names_the_moment(site: Site) -> None:
+def test_newcomers_come_in_when_a_worker_has_saved(site: Site) -> None:
     options: dict[str, Any] = {"grow": "checkpoint", "last_call_timeout": 0.0}
     first, second = (site.handler(1, 2, **options) for _ in range(2))
     site.join(first)
     now = current()
     assert now is not None
-    assert now.resize_file is not None
+    assert now.steps_file is not None
     joins = Background(second.next_rendezvous)
     site.await_that(lambda: second._node.record.status is Status.SPARE)
     assert first.num_nodes_waiting() == 0
-    assert rdzv_plugins.resize_now()
+    Slot(now.steps_file, 0, 1).saved(7)
     site.await_that(lambda: first.num_nodes_waiting() > 0)
     site.join(first)
     joins.result(20.0)
-    # The file is of a round: a moment of the last one is over.
-    assert not Path(now.resize_file).exists()
+    assert current() != now
     for handler in (first, second):
         site.kill(handler)
-    assert not Path(now.resize_file).parent.exists()
-
-
-def test_nobody_asks_for_a_moment_by_default(site: Site) -> None:
-    assert not rdzv_plugins.resize_now()
-    site.join(site.handler(1, 1))
-    assert not rdzv_plugins.resize_now()
+    assert not Path(now.steps_file).parent.exists()

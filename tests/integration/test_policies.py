@@ -52,7 +52,7 @@ def test_newcomers_wait_for_min_uptime(begin: Begin) -> None:
 
 @every_store
 def test_newcomers_come_in_at_a_checkpoint(begin: Begin, record_property: Measure) -> None:
-    """The demo's training calls resize_now() each time that it has saved one."""
+    """The demo's training calls saved() each time that it has saved one."""
     run = begin(nodes="1:2", grow="checkpoint")
     saves = {"checkpoint-every": 100}
     run.start_at("a", training=saves)

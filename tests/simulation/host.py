@@ -37,6 +37,7 @@ from .invariants import Evidence, show
 from .kernel import Clock
 from .orders import Command
 from .plan import EPOCH, LONGEST_PAUSE, SKEW, TORCH_TIMEOUT
+from .training import Training
 
 if TYPE_CHECKING:
     from .world import World
@@ -144,6 +145,9 @@ class Host:
         self.track = world.checker.host(
             node_id, record.label, address, self.clock.rate, rules, record.domain
         )
+        self.training = Training(
+            world.trainings, random.Random(f"steps of {node_id}"), world.plan.pace
+        )
         self.node = world.build(
             node_id,
             record,
@@ -152,6 +156,7 @@ class Host:
             self.clock,
             random.Random(chance.getrandbits(64)),
             self._wall,
+            self.training,
         )
         self._service = parting.Service(record.label, rules, self.clock, world.plan.max_restarts)
         self.gives_up = ""
@@ -193,6 +198,7 @@ class Host:
         self._closes = False
         self._requests = 0
         self._second_ends = 0.0
+        self._leave_at = 0.0
         # The version of the document that it was told last, and tombstones not found since then,
         # with when it asked for them.
         self._version: Version | None = None
@@ -355,8 +361,33 @@ class Host:
         self.world.note(f"{self.id}: newcomers may come now")
         self.world.inject("checkpoint")
         self.track.named_moment = self.world.kernel.now
-        self.node.allow_growth()
+        self.node.note_saved()
         self._nudge()
+
+    def give_notice(self) -> None:
+        """A signal: leave once the run has saved."""
+        if self.agent is not Agent.RUNNING or self.training.progress() is None:
+            return
+        self.world.note(f"{self.id} is to leave")
+        self.world.inject("notice")
+        self.node.order_leave()
+        self._nudge()
+        self._leave_at = self.world.kernel.now + self.world.plan.rules.save_timeout
+
+    def _look_at_steps(self, shift: int) -> None:
+        """The agent's regular look at its workers."""
+        if shift != self._shift or self._is_late(self._look_at_steps, shift):
+            return
+        if self.training.has_saved():
+            self.node.note_saved()
+            self._nudge()
+        latest = self.node.latest
+        saved = latest is not None and latest.saving is not None and latest.saving.saved
+        if self._leave_at and (saved or self.world.kernel.now > self._leave_at):
+            self.world.inject("left after a checkpoint" if saved else "left without a checkpoint")
+            self.leave()
+            return
+        self.world.kernel.after(_POLL, self._look_at_steps, shift)
 
     def abandon_join(self) -> None:
         """What waited in ``next_rendezvous()`` got an exception."""
@@ -442,6 +473,8 @@ class Host:
     # The agent.
 
     def _set(self, agent: Agent) -> None:
+        if self.agent is Agent.RUNNING and agent is not Agent.RUNNING:
+            self.training.end()
         self.agent = agent
         self._shift += 1
         self.changed = self.world.kernel.now
@@ -543,6 +576,9 @@ class Host:
         ):
             if self.agent is Agent.EXCHANGING:
                 self._set(Agent.RUNNING)
+                if self.world.plan.pace:
+                    self.training.begin(self._round.world_id)
+                    self._look_at_steps(self._shift)
                 self._watch()
             else:
                 self._all_done = not over
@@ -586,6 +622,9 @@ class Host:
             self._stop_workers()
 
     def _stop_workers(self) -> None:
+        if self._leave_at:
+            self.leave()
+            return
         self._set(Agent.STOPPING)
         world = self.world
         if self.wedged:

@@ -165,6 +165,8 @@ INVARIANTS = {
     "last call unless they fill it or a worker named the moment; `resize_interval` has passed "
     "since the last round with newcomers was named; and `grow` allows it (`checkpoint`: a worker's "
     "record has named the moment)",
+    "one checkpoint": "if one worker of a round saves at a step, every worker that passes the step "
+    "saves there; no worker waits at a step once the run stands still",
     "progress": "a run is closed for want of progress only after `no_progress_rounds` rounds in a "
     "row ran for less than `no_progress_uptime` and did not end for newcomers, unless the store "
     "lost data",

@@ -27,6 +27,7 @@ from rdzv_plugins import protocol
 from rdzv_plugins.kv import Attempts, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.protocol import accusations, cleanup, parting, roster, rounds, situation, sizes
 from rdzv_plugins.protocol import decide as decisions
+from rdzv_plugins.protocol.checkpoint import Checkpoint
 from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -2248,3 +2249,48 @@ def takes_the_gone_for_strays(patch: Patch) -> None:
         return gone if document.phase is Phase.RUNNING else {}
 
     patch(accusations, "lost_by_accusation", lost_by_accusation)
+
+
+_SAVES = Focus(
+    settings={
+        "pace": 0.02,
+        "save_timeout": 20.0,
+        "notices": tuple(1.0 * n for n in range(1, 20)),
+    },
+)
+
+
+@_mutant("checkpoint: the run agrees only on a step that no worker has passed", focus=_SAVES)
+def agrees_on_a_refused_step(patch: Patch) -> None:
+    def accepts(original: Any, record: NodeRecord, step: int) -> bool | None:
+        return None if original(record, step) is None else True
+
+    patch(NodeRecord, "accepts", accepts)
+
+
+@_mutant("checkpoint: the run agrees only once every node has answered", focus=_SAVES)
+def agrees_before_all_have_answered(patch: Patch) -> None:
+    def accepts(original: Any, record: NodeRecord, step: int) -> bool | None:
+        answer: bool | None = original(record, step)
+        return True if answer is None else answer
+
+    patch(NodeRecord, "accepts", accepts)
+
+
+@_mutant("checkpoint: a node refuses a step that one of its workers has passed", focus=_SAVES)
+def accepts_a_step_that_was_passed(patch: Patch) -> None:
+    def answer(original: Any, mine: Checkpoint, step: int) -> None:
+        mine._workers.propose(step)
+        mine._open = step
+        mine._heartbeat.change(rings=True, answer=(step, step - 1))
+
+    patch(Checkpoint, "_answer", answer)
+
+
+@_mutant("checkpoint: a node that has accepted a step waits for the verdict", focus=_SAVES)
+def saves_before_the_run_has_agreed(patch: Patch) -> None:
+    def answer(original: Any, mine: Checkpoint, step: int) -> None:
+        original(mine, step)
+        mine._workers.settle(step, True)
+
+    patch(Checkpoint, "_answer", answer)

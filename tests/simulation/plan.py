@@ -162,6 +162,9 @@ UNSTEERED: Mapping[str, Any] = {
     "grow": "now",
     "no_progress_rounds": 0,
     "checkpoints": (),
+    "pace": 0.0,
+    "save_timeout": 0.0,
+    "notices": (),
     "node_unit": 1,
     "segment": 1,
     "topology": False,
@@ -207,6 +210,8 @@ class Plan:
         strays_return: a node that is refused for its --nnodes is started again, again and again.
         stays_grey: a host whose listings fail stays so when the faults stop.
         writes_refused: its listings pass, and the store refuses it the document instead.
+        pace: seconds that a step of the workers takes; 0: they tell no steps.
+        notices: when a node is told to leave, and may have the run save first.
         checkpoints: when a worker says that now is a good moment to let newcomers in.
         topology: whether ranks follow the domains, instead of the ``rank_order`` drawn.
         domains: where hosts are, one after the other; empty: they have no domain.
@@ -256,6 +261,8 @@ class Plan:
     ambush: str | None
     faults: tuple[Fault, ...]
     retries: float
+    pace: float = 0.0
+    notices: tuple[float, ...] = ()
     checkpoints: tuple[float, ...] = ()
     topology: bool = False
     domains: tuple[str, ...] = ()
@@ -361,7 +368,8 @@ class Plan:
 
 def _steered(plan: Plan) -> Plan:
     """With policies and orders: each of its own source, so that all else is as without it."""
-    plan = _with_links(_with_quarantine(_with_orders(_with_checks(_placed(_paced(plan))))))
+    plan = _trains(_placed(_paced(plan)))
+    plan = _with_links(_with_quarantine(_with_orders(_with_checks(plan))))
     return _with_accusations(_with_failures(_with_outage_limit(_with_refusals(plan))))
 
 
@@ -496,11 +504,23 @@ def _placed(plan: Plan) -> Plan:
     return replace(plan, rules=rules, topology=topology, domains=domains)
 
 
+def _trains(plan: Plan) -> Plan:
+    """With workers that tell their steps."""
+    chance = random.Random(f"steps of {plan.seed}")
+    if chance.random() < 0.7:
+        return plan
+    rules = replace(plan.rules, save_timeout=chance.choice((2.0, 6.0, 20.0)))
+    notices = sorted(chance.uniform(0.0, QUIET_AFTER) for _ in range(chance.choice((0, 1, 3))))
+    pace = chance.choice((0.02, 0.1, 0.5, 2.0))
+    return replace(plan, rules=rules, pace=pace, notices=tuple(notices))
+
+
 def settling(plan: Plan) -> float:
     """Seconds after the last fault within which a run that can form must stand still."""
     longest = plan.rules.lease * (OTHER_SETTINGS[-1] if plan.other_settings else 1.0)
     rules = plan.rules
     pace = max(rules.last_call, rules.replacement or 0.0, rules.min_uptime, rules.resize_interval)
+    pace += rules.save_timeout
     settling = (8 * longest + pace) / plan.rates[0] + 2 * plan.stop + 10
     if any(fault.kind == "wedged agent" for fault in plan.faults):
         settling += plan.rules.rejoin / plan.rates[0]

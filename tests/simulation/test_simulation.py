@@ -357,7 +357,7 @@ def test_no_decision_reads_when_anything_was_written(monkeypatch: pytest.MonkeyP
     class LostInTime(Node):
         def __init__(self, *parts: Any) -> None:
             chance = random.Random(f"wall clock of {parts[0]}")
-            lost: tuple[Any, ...] = *parts[:-1], lambda: chance.uniform(-1e9, 4e9)
+            lost: tuple[Any, ...] = *parts[:-2], lambda: chance.uniform(-1e9, 4e9), parts[-1]
             super().__init__(*lost)
 
     for seed in range(1, 21):

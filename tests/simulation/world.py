@@ -43,6 +43,7 @@ from .plan import (
     settling,
 )
 from .store import Store
+from .training import Trainings
 
 __all__ = ["Result", "World", "bound", "simulate"]
 
@@ -126,6 +127,7 @@ class World:
             shortest,
             not _has(plan, "clock changes its rate"),
         )
+        self.trainings = Trainings(lambda: self.kernel.now, self.violated)
         # What outlives runs, by host, and since when; nobody loses it.
         self.exclusions: dict[str, tuple[float, Exclusion]] = {}
         self.hosts: list[Host] = []
@@ -468,6 +470,8 @@ class World:
             kernel.at(fault.at, self._befall, fault.kind)
         for at in plan.checkpoints:
             kernel.at(at, self._name_the_moment, at)
+        for at in plan.notices:
+            kernel.at(at, self._give_notice, at)
         for order in plan.orders:
             kernel.at(order.at, give, self, order.kind)
         for fault in plan.links:
@@ -489,6 +493,11 @@ class World:
         running = [host for host in self.hosts if host.agent is Agent.RUNNING]
         if running:
             random.Random(f"{at} of {self.plan.seed}").choice(running).name_the_moment()
+
+    def _give_notice(self, at: float) -> None:
+        running = [host for host in self.hosts if host.agent is Agent.RUNNING]
+        if running:
+            random.Random(f"{at} of {self.plan.seed}").choice(running).give_notice()
 
     def _held_up(self) -> float:
         """What torch's own time-outs may add, where words in its c10d store were forgotten."""
@@ -692,6 +701,9 @@ class World:
                 return f"{host.id} is {host.agent}"
         if not alive:
             return ""
+        for host in alive:
+            if host.training.waits_since is not None:
+                return f"the workers of {host.id} wait at a step"
         if document is None:
             return "there is no document"
         if document.phase is not Phase.RUNNING:

@@ -100,7 +100,7 @@ def test_a_missing_extra_names_the_install_that_mends_it(errors: Any, backend: s
 NEED_TORCH = (
     "process.agent", "process.explain", "process.factory", "process.fitness",
     "process.handler",
-    "process.master_servers", "testing", "torch",
+    "process.master_servers", "process.warm", "testing", "torch",
 )  # fmt: skip
 
 

@@ -28,8 +28,11 @@ EXPLAINS_ITSELF = (
     "has another secret than this one, so it takes no part: give all nodes the same",
     "…: name others with ports=..., or in the endpoint",
     # The command line and the options.
-    "resize_now() could not tell the agent that newcomers may come (…): the training goes on",
     "--warm has no effect with --no-python, --run-path, --standalone and torch's backends",
+    "step() and saved() cannot tell the agent anything (…)",
+    "LOCAL_RANK=…, LOCAL_WORLD_SIZE=…",
+    "after … s it is unknown whether all ranks save at step …",
+    "this node leaves once all ranks have saved, in … s at the latest; again ends it at once",
     "--rdzv-id is empty: give the run an id",
     "--rdzv-id …: ids that begin with '…' are reserved for what rdzv-plugins keeps",
     "--rdzv-id …: control characters, and bytes that are no UTF-8, are not allowed",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-import stat
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +14,10 @@ from typing import Any
 import pytest
 
 import rdzv_plugins
-from rdzv_plugins.process import worker
 from rdzv_plugins.process.worker import (
     VARIABLE,
     CurrentRound,
     FencedError,
-    Moments,
     current,
     hand_down,
     take_back,
@@ -91,61 +87,6 @@ class TestVariable:
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
         )
         assert done.stdout == "3 n2[7] left r7 False\n"
-
-
-class TestMoments:
-    """What a worker says by a file, wherever that cannot be."""
-
-    @pytest.fixture(autouse=True)
-    def _untold(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(worker, "_has_warned", False)
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def test_one_is_named_once(self) -> None:
-        moments = Moments(pytest.fail)
-        assert not moments.named()
-        hand_down(replace(NOW, resize_file=moments.begin("1-a")))
-        assert not moments.named()
-        assert rdzv_plugins.resize_now()
-        assert moments.named()
-        assert not moments.named()
-        moments.begin("2-b")
-        assert rdzv_plugins.resize_now()  # Of a worker of the round before.
-        assert not moments.named()
-        moments.close()
-
-    def test_a_folder_that_a_cleaner_took_is_made_anew(self, tmp_path: Path) -> None:
-        moments = Moments(pytest.fail)
-        hand_down(replace(NOW, resize_file=moments.begin("1-a")))
-        (folder,) = tmp_path.iterdir()
-        folder.rmdir()
-        assert not moments.named()
-        assert rdzv_plugins.resize_now()
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert moments.named()
-        folder.rmdir()
-        moments.begin("2-b")
-        assert folder.is_dir()
-        moments.close()
-        assert not folder.exists()
-
-    def test_what_cannot_be_said_is_told_once(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone" / "gone"))
-        (tmp_path / "gone").touch()
-        told: list[str] = []
-        moments = Moments(told.append)
-        hand_down(replace(NOW, resize_file=moments.begin("1-a")))
-        for number in range(3):
-            assert not rdzv_plugins.resize_now()
-            assert not moments.named()
-            moments.begin(f"2-{number}")
-        moments.close()
-        assert len(told) == 1
-        assert "set TMPDIR to another one" in told[0]
-        assert [it.message for it in caplog.records if "resize_now() could not" in it.message]
-        assert len(caplog.records) == 1
 
 
 class TestFence:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rdzv_plugins.protocol.documents import NodeRecord, RoundDocument
+from rdzv_plugins.protocol.policies.checkpoint import Checkpoint
 from rdzv_plugins.protocol.policies.growth import Growth
 from rdzv_plugins.protocol.policies.kept_out import KeptOut
 from rdzv_plugins.protocol.policies.network import Network
@@ -41,6 +42,7 @@ POLICIES: tuple[Policy, ...] = (
     NoProgress(),
     Quarantine(),
     Network(),
+    Checkpoint(),
     Growth(),
     Selection(),
     Ranks(),

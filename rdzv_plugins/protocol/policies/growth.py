@@ -22,11 +22,17 @@ class Growth(Policy):
         if at.document.phase is Phase.FORMING:
             left = last_call(view.rules, at.document, at.size) - (view.enough_for or 0.0)
             return Reason(seconds=left) if left > 0 else None
-        return why_not_grow(view, at.growth, at.room, at.may_grow, lost=len(at.missing))
+        return why_not_grow(
+            view, at.growth, at.room, at.may_grow or _has_saved(at.document), lost=len(at.missing)
+        )
 
     def delays(self, view: View, document: RoundDocument) -> bool:
         rules = view.rules
         return rules.grow != "now" or rules.min_uptime > 0 or rules.resize_interval > 0
+
+
+def _has_saved(document: RoundDocument) -> bool:
+    return document.saving is not None and document.saving.saved
 
 
 def why_not_grow(

@@ -1,0 +1,84 @@
+"""A signal to ``rdzv run``: the workers train on until the run has saved, and then the node leaves.
+
+torch's agent stops its workers as soon as it gets a signal, and the steps since the last checkpoint
+are lost on all nodes. While workers run, this module's handler takes the place of torch's. A second
+signal, and one at which the workers tell no steps, has torch's effect at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rdzv_plugins.process.handler import StoreRendezvousHandler
+
+log = logging.getLogger(__name__)
+
+_TORCHS = "torch.distributed.elastic"
+
+
+class Notice:
+    """The signals of one agent; its methods are for the main thread.
+
+    Args:
+        seconds: as the option ``leave_notice``.
+    """
+
+    def __init__(self, handler: StoreRendezvousHandler, seconds: float) -> None:
+        self._handler = handler
+        self._seconds = seconds
+        # torch's handlers, while this notice stands in for them.
+        self._torchs: dict[signal.Signals, Any] = {}
+        # The first signal, and when it came.
+        self._signal: signal.Signals | None = None
+        self._came = 0.0
+        # Whether the node was told.
+        self._ordered = False
+
+    def begin(self) -> None:
+        """Take torch's place: workers run. SIGINT keeps its effect, for people who wait for it."""
+        if not self._seconds or threading.current_thread() is not threading.main_thread():
+            return
+        for number in {*signal.Signals} - {signal.SIGINT}:
+            found = signal.getsignal(number)
+            if (getattr(found, "__module__", "") or "").startswith(_TORCHS):
+                self._torchs[number] = found
+                signal.signal(number, self._take)
+
+    def end(self) -> None:
+        """Give torch its place back: no workers run, or they failed."""
+        torchs, self._torchs = self._torchs, {}
+        for its, handler in torchs.items():
+            signal.signal(its, handler)
+        number, self._signal = self._signal, None
+        if number is not None:
+            # Once more, so that the leave is announced and torch stops the workers.
+            os.kill(os.getpid(), number)
+
+    def look(self) -> None:
+        """Leave if a signal came, and the run has saved or the time is up. Raises torch's error."""
+        if self._signal is None:
+            return
+        if not self._ordered:
+            self._ordered = True
+            log.warning(
+                "got %s: this node leaves once all ranks have saved, in %g s at the latest; again "
+                "ends it at once",
+                self._signal.name,
+                self._seconds,
+            )
+            self._handler.order_leave()
+        if time.monotonic() - self._came > self._seconds or self._handler.may_leave:
+            self.end()
+
+    def _take(self, number: int, _: object) -> None:
+        again, self._signal = self._signal is not None, signal.Signals(number)
+        self._came = self._came or time.monotonic()
+        # Not more here: the main thread may hold a lock of the handler.
+        if again or not self._handler.can_save:
+            self.end()

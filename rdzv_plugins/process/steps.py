@@ -1,0 +1,277 @@
+"""What the workers of one node and their agent tell each other about steps, in shared memory.
+
+Workers write the step that they have finished. The agent proposes steps at which all ranks of the
+run save; a worker that reaches a proposed step waits until the run has agreed on it or withdrawn
+it. Rule: checkpoint.
+
+The memory is an array of 64-bit words, each with one writer:
+
+- ``LATEST``: how many steps the agent has proposed in this round; ``RANKS``: the local world size.
+- One `Proposal` in turn out of ``_PROPOSALS``: the step and its `_Verdict`.
+- One slot for each local rank: the last step plus 1, when it ended, and the last step saved plus 1.
+
+No lock guards the words. The agent proposes a step, waits until every processor sees it, and only
+then looks whether a worker has passed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from enum import IntEnum
+
+from rdzv_plugins.process.worker import current
+from rdzv_plugins.protocol.progress import Progress
+
+log = logging.getLogger(__name__)
+
+# Words of the head, of a proposal, and of a slot.
+_LATEST, _RANKS = 0, 1
+_FIRST_PROPOSAL, _PROPOSALS = 2, 16
+_FIRST_SLOT = _FIRST_PROPOSAL + 2 * _PROPOSALS
+_STEP, _ENDED, _SAVED, _SLOT = 0, 1, 2, 4
+_MOST_RANKS = 1024
+_BYTES = 8 * (_FIRST_SLOT + _SLOT * _MOST_RANKS)
+
+# Within this time a write is visible to every processor of the host.
+_VISIBLE_SECONDS = 0.01
+# How long a worker waits at a proposed step before it fails, and after it has saved, for the other
+# ranks; and its pause between two looks.
+_PATIENCE, _SAVED_PATIENCE = 300.0, 30.0
+_PAUSE = 0.001
+
+
+class _Verdict(IntEnum):
+    """What has become of a proposed step."""
+
+    OPEN = 0
+    """Not decided: a worker that reaches the step waits."""
+    WITHDRAWN = 1
+    """Nobody saves for it."""
+    AGREED = 2
+    """Every rank saves at it."""
+    OVER = 3
+    """As `AGREED`, and training goes on: a worker that has saved does not wait for the end of its
+    round.
+    """
+
+
+class UndecidedError(RuntimeError):
+    """Whether all ranks save at this step is unknown, because the store did not answer in time."""
+
+
+class Steps:
+    """The agent's side; one file for each round. Its methods never raise.
+
+    Args:
+        warn: takes a line for the log.
+    """
+
+    def __init__(self, warn: Callable[[str], object]) -> None:
+        self._warn = warn
+        self._warned = False
+        # A secret name, so that no other user can create the folder first.
+        self._folder = os.path.join(tempfile.gettempdir(), f"rdzv-{secrets.token_hex(8)}")
+        self._path = ""
+        self._words: memoryview | None = None
+        self._pace = _Pace()
+        self._saved: list[int] = []
+
+    def end(self) -> None:
+        """Forget the round, because its workers have ended."""
+        self._words = None
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def begin(self, world_id: str) -> str | None:
+        """The file of this round for its workers; None: there can be none."""
+        self._pace, self._saved = _Pace(), []
+        self._path = path = os.path.join(self._folder, world_id)
+        try:
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                # Without its blocks a write to the memory of a full disk would end the process.
+                os.posix_fallocate(descriptor, 0, _BYTES)
+                self._words = memoryview(mmap.mmap(descriptor, _BYTES)).cast("q")
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self._warn(
+                    f"step() and saved() have no effect, because the folder of temporary files "
+                    f"cannot be used ({error}); set TMPDIR to another one"
+                )
+            return None
+        return path
+
+    def progress(self) -> Progress | None:
+        """Where the local ranks are; None: a rank has not called ``step()`` in this round."""
+        words = self._words
+        if words is None or not words[_RANKS]:
+            return None
+        slots = _slots(words)
+        steps = [words[slot + _STEP] for slot in slots]
+        slowest = min(steps)
+        if slowest == 0:
+            return None
+        rank = min(range(len(slots)), key=lambda it: (steps[it], words[slots[it] + _ENDED]))
+        return Progress(
+            step=slowest - 1,
+            fastest=max(steps) - 1,
+            rank=rank,
+            milliseconds=self._pace.of(slowest, words[slots[rank] + _ENDED]),
+            saved=min(words[slot + _SAVED] for slot in slots),
+        )
+
+    def has_saved(self) -> bool:
+        """Whether a local rank has saved since the last call."""
+        words = self._words
+        if words is None or not words[_RANKS]:
+            return False
+        before, self._saved = self._saved, [words[at + _SAVED] for at in _slots(words)]
+        return self._saved != before and any(self._saved)
+
+    def propose(self, step: int) -> None:
+        """As `Workers.propose`."""
+        if (words := self._words) is not None:
+            at = _proposal(words[_LATEST])
+            words[at], words[at + 1] = step, _Verdict.OPEN
+            words[_LATEST] += 1
+            time.sleep(_VISIBLE_SECONDS)
+
+    def settle(self, step: int, saves: bool) -> None:
+        """As `Workers.settle`."""
+        self._set(step, _Verdict.AGREED if saves else _Verdict.WITHDRAWN)
+
+    def release(self) -> None:
+        """As `Workers.release`."""
+        if (words := self._words) is not None and words[_LATEST]:
+            at = _proposal(words[_LATEST] - 1)
+            if words[at + 1] == _Verdict.AGREED:
+                words[at + 1] = _Verdict.OVER
+
+    def _set(self, step: int, verdict: _Verdict) -> None:
+        if (words := self._words) is not None:
+            for index in range(max(0, words[_LATEST] - _PROPOSALS), words[_LATEST]):
+                if words[_proposal(index)] == step:
+                    words[_proposal(index) + 1] = verdict
+
+    def close(self) -> None:
+        self._words = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Pace:
+    """How long a step takes, from two looks at the slowest rank."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, int] | None = None
+        self._milliseconds = 0
+
+    def of(self, steps: int, ended: int) -> int:
+        """Milliseconds that the last steps took on average; ``ended``: in nanoseconds."""
+        before, self._before = self._before, (steps, ended)
+        if before is not None and steps > before[0]:
+            self._milliseconds = (ended - before[1]) // (steps - before[0]) // 1_000_000
+        elif before is not None:
+            self._before = before
+        return self._milliseconds
+
+
+class Slot:
+    """A worker's side: the memory of its round and its own slot."""
+
+    def __init__(self, path: str, local_rank: int, local_world_size: int) -> None:
+        if not 0 <= local_rank < local_world_size <= _MOST_RANKS:
+            raise ValueError(f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}")
+        with open(path, "r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("q")
+        self._words[_RANKS] = local_world_size
+        self._slot = _FIRST_SLOT + _SLOT * local_rank
+        # Proposals before this one were passed.
+        self._passed = 0
+
+    def step(self, number: int) -> bool:
+        """As `rdzv_plugins.step`."""
+        words, slot = self._words, self._slot
+        before = words[slot]
+        words[slot + _ENDED] = time.monotonic_ns()
+        words[slot] = number + 1
+        if (latest := words[_LATEST]) == self._passed:
+            return False
+        saves = False
+        # A worker that passes several proposals at once must answer all of them alike.
+        for index in range(max(self._passed, latest - _PROPOSALS), latest):
+            proposed = words[_proposal(index)]
+            if proposed > number:
+                return saves
+            self._passed = index + 1
+            if before and before <= proposed:
+                saves = self._await(index, proposed) or saves
+        return saves
+
+    def _await(self, index: int, step: int) -> bool:
+        deadline, at = time.monotonic() + _PATIENCE, _proposal(index) + 1
+        while (verdict := self._words[at]) == _Verdict.OPEN:
+            if time.monotonic() > deadline:
+                raise UndecidedError(
+                    f"after {_PATIENCE:g} s it is unknown whether all ranks save at step {step}, "
+                    "because the run's store does not answer; this rank must not differ from them"
+                )
+            time.sleep(_PAUSE)
+        return verdict != _Verdict.WITHDRAWN
+
+    def saved(self, number: int) -> None:
+        """As `rdzv_plugins.saved`."""
+        words = self._words
+        words[self._slot + _SAVED] = number + 1
+        if not (latest := words[_LATEST]):
+            return
+        at = _proposal(latest - 1)
+        deadline = time.monotonic() + _SAVED_PATIENCE
+        # The round ends now: a step that this rank began would be lost.
+        while words[at] <= number and words[at + 1] == _Verdict.AGREED:
+            if time.monotonic() > deadline or words[_LATEST] != latest:
+                return
+            time.sleep(_PAUSE)
+
+
+def _slots(words: memoryview) -> list[int]:
+    """The slots of the local ranks."""
+    return [_FIRST_SLOT + _SLOT * rank for rank in range(min(words[_RANKS], _MOST_RANKS))]
+
+
+def _proposal(index: int) -> int:
+    """The words of a proposal, by its number in the round."""
+    return _FIRST_PROPOSAL + 2 * (index % _PROPOSALS)
+
+
+_slot: Slot | None = None
+# Whether this process has looked for its slot; a forked child shares its parent's.
+_looked = False
+
+
+def of_this_worker() -> Slot | None:
+    """The slot of this process; None: it is no worker, or its agent's file cannot be used."""
+    global _slot, _looked
+    if _looked:
+        return _slot
+    _looked = True
+    now = current()
+    if now is None or now.steps_file is None:
+        return None
+    try:
+        ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        _slot = Slot(now.steps_file, *ranks)
+    except (OSError, KeyError, ValueError) as error:
+        log.warning("step() and saved() cannot tell the agent anything (%s)", error)
+    return _slot

@@ -1,0 +1,80 @@
+"""A checkpoint at one step on all ranks, before nodes leave or join by plan. Rule: checkpoint.
+
+The leader names a step ahead of the fastest rank (`policies.checkpoint`). Each node has its workers
+wait at that step, and then answers with the step that its fastest worker has reached. If that is
+the named step or a later one, the node refuses, and the leader names another step. Once every node
+has accepted, the leader writes that the run agrees; only then does a waiting worker go on. A node
+that has accepted must wait for the leader, because another node's workers may save already.
+"""
+
+from __future__ import annotations
+
+from rdzv_plugins.protocol.documents import Phase, RoundDocument, Status
+from rdzv_plugins.protocol.heartbeat import Heartbeat
+from rdzv_plugins.protocol.progress import Progress, Workers
+
+
+class Checkpoint:
+    """One node's part in checkpoints.
+
+    Attributes:
+        leaves: this node leaves once the run has saved.
+    """
+
+    def __init__(self, workers: Workers, heartbeat: Heartbeat) -> None:
+        self.leaves = False
+        self._workers = workers
+        self._heartbeat = heartbeat
+        # The round of the memory below; the step that this node has accepted and that is open; the
+        # steps that it has refused or given up; and the step that the run has agreed on.
+        self._world = ""
+        self._open: int | None = None
+        self._refused: set[int] = set()
+        self._agreed: int | None = None
+
+    def take_up(self, document: RoundDocument | None) -> None:
+        """Answer the step that the run has named, or tell the workers what has become of it."""
+        record = self._heartbeat.record
+        if document is None or document.phase is not Phase.RUNNING:
+            return
+        if record.status is not Status.RUN or record.world_id != document.world_id:
+            return
+        if self._world != document.world_id:
+            self._world, self._open, self._agreed = document.world_id, None, None
+            self._refused = set()
+        saving = document.saving
+        if saving is None:
+            if self._agreed is not None:
+                self._workers.release()
+            return
+        if self._open is not None and self._open in saving.refused:
+            self._give_up(self._open)
+        if saving.agreed and self._open == saving.step:
+            self._workers.settle(saving.step, True)
+            self._open, self._agreed = None, saving.step
+        elif self._open is None and (record.answer is None or record.answer[0] != saving.step):
+            self._answer(saving.step)
+        if saving.agreed and not saving.saved:
+            self._say_what_is_saved()
+
+    def _answer(self, step: int) -> None:
+        progress: Progress | None = None
+        if step not in self._refused:
+            self._workers.propose(step)
+            progress = self._workers.progress()
+        fastest = progress.fastest if progress is not None else step
+        if fastest < step:
+            self._open = step
+        else:
+            self._give_up(step)
+        self._heartbeat.change(rings=True, answer=(step, max(fastest, 0)))
+
+    def _give_up(self, step: int) -> None:
+        self._workers.settle(step, False)
+        self._refused.add(step)
+        self._open = None
+
+    def _say_what_is_saved(self) -> None:
+        progress = self._workers.progress()
+        if progress is not None and progress.saved > self._heartbeat.record.saved:
+            self._heartbeat.change(rings=True, saved=progress.saved)

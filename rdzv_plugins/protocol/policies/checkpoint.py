@@ -1,0 +1,109 @@
+"""Checkpoint: all ranks save at one step before a planned change of the round."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from rdzv_plugins.protocol.documents import NodeRecord, Phase, Saving
+from rdzv_plugins.protocol.policies.growth import why_not_grow
+from rdzv_plugins.protocol.policies.policy import Moment, Policy
+from rdzv_plugins.protocol.rules import Action, View, Write
+
+if TYPE_CHECKING:
+    from rdzv_plugins.protocol.situation import Situation
+
+# The named step is this many seconds ahead of the fastest rank, or this many steps if the time of a
+# step is unknown or too short; twice as many after each refusal.
+_AHEAD_SECONDS, _AHEAD_STEPS = 0.5, 4
+# After so many refusals the round ends without a checkpoint.
+MOST_REFUSALS = 16
+
+
+class Checkpoint(Policy):
+    """Rule: checkpoint. The leader names a step, agrees on it, and notes that it was saved."""
+
+    def judge(self, view: View, at: Situation, moment: Moment) -> Action | None:
+        if moment is not Moment.BEFORE_ALL or at.document.phase is not Phase.RUNNING:
+            return None
+        after = _following(view, at)
+        return Write(replace(at.document, saving=after)) if after != at.document.saving else None
+
+
+def seconds_left(view: View, at: Situation) -> float | None:
+    """How much longer a planned end of the round awaits its checkpoint; None: it awaits none."""
+    saving = at.document.saving
+    if saving is None or saving.saved or saving.step in saving.refused or not is_wanted(view, at):
+        return None
+    left = view.rules.save_timeout - view.saving_for
+    return left if left > 0 else None
+
+
+def is_wanted(view: View, at: Situation) -> bool:
+    """Whether a planned change of the round awaits a checkpoint."""
+    if not view.rules.save_timeout:
+        return False
+    if at.document.restart or at.taken_out or any(at.records[it].leaves for it in _here(at)):
+        return True
+    if not at.growth or not (at.document.resize or view.rules.grow == "checkpoint"):
+        return False
+    return why_not_grow(view, at.growth, at.room, True, lost=len(at.missing)) is None
+
+
+def _here(at: Situation) -> list[str]:
+    return [node for node in at.present if node in at.records]
+
+
+def _is_possible(at: Situation) -> bool:
+    """Whether every participant is there, and the workers of each tell their steps."""
+    return not (at.missing or at.done) and all(
+        (record := at.records.get(node)) is not None
+        and record.world_id == at.document.world_id
+        and record.step is not None
+        for node in at.document.ranks
+    )
+
+
+def _following(view: View, at: Situation) -> Saving | None:
+    """The next state of the checkpoint, by the answers of all participants."""
+    saving = at.document.saving
+    records = [at.records[node] for node in at.document.ranks if node in at.records]
+    if saving is None:
+        if not is_wanted(view, at) or not _is_possible(at):
+            return None
+        return Saving(max(_ahead(view, node, at.records[node]) for node in at.document.ranks))
+    if saving.saved:
+        return saving if is_wanted(view, at) else None
+    if saving.agreed:
+        saved = all(it.saved > saving.step for it in records) and _is_possible(at)
+        return replace(saving, saved=saved)
+    if saving.step in saving.refused:
+        return saving
+    return _after_the_answers(at, saving, records)
+
+
+def _after_the_answers(at: Situation, saving: Saving, records: list[NodeRecord]) -> Saving:
+    answers = [record.accepts(saving.step) for record in records]
+    refused = (*saving.refused, saving.step)
+    if not _is_possible(at) or (False in answers and len(refused) > MOST_REFUSALS):
+        return replace(saving, refused=refused)
+    if False in answers:
+        fastest = max(it.answer[1] + _steps(it, len(refused)) for it in records if it.answer)
+        return Saving(max(fastest, saving.step) + 1, refused=refused)
+    return saving if None in answers else replace(saving, agreed=True)
+
+
+def _ahead(view: View, node: str, record: NodeRecord) -> int:
+    """A step that this node's workers have not reached yet, as far as its last heartbeat tells."""
+    assert record.step is not None
+    silence = view.possible_silence(node) if node != view.me else 0.0
+    return record.step[0] + _steps(record, 0, silence) + 2
+
+
+def _steps(record: NodeRecord, refusals: int, silence: float = 0.0) -> int:
+    """The steps that the node's workers may do in the time until they hear of a named step."""
+    milliseconds = record.step[1] if record.step else 0
+    if milliseconds == 0:
+        return _AHEAD_STEPS << refusals
+    return int(1000 * (silence + _AHEAD_SECONDS * 2.0**refusals) / milliseconds)

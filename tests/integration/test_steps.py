@@ -1,0 +1,112 @@
+"""Real agents and workers that save at one step before a planned change of their round."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from examples.demo.agents import RDZV_RUN, TORCHRUN, World
+from tests import Measure
+from tests.integration.jobs import Job
+from tests.integration.small_tmp import SMALL_TMP, change
+from tests.integration.stores import RunningStore
+from tests.integration.test_orders import rdzv
+from tests.integration.torchrun import Begin, Run
+
+pytestmark = pytest.mark.timeout(240)
+
+# No checkpoint but those that the run asks for.
+NEVER = {"checkpoint-every": 1_000_000}
+
+
+def begun(begin: Begin, names: str, **options: object) -> tuple[Run, World]:
+    """A run that has trained some steps and saved none of them."""
+    run = begin(nodes="1:4", launcher=RDZV_RUN, max_restarts=0, **options)
+    for name in names:
+        run.start_at(name, training=NEVER)
+    world = run.await_world(names, by_rank=True)
+    run.await_step(world, world.resumed + 30)
+    return run, world
+
+
+def terminate(run: Run, name: str, store: RunningStore) -> None:
+    run.agents[name].process.send_signal(signal.SIGTERM)
+
+
+def drain(run: Run, name: str, store: RunningStore) -> None:
+    rdzv(run, store, "drain", f"127.0.0.{ord(name) - ord('a') + 1}")
+
+
+@pytest.mark.parametrize("leave", [terminate, drain])
+@pytest.mark.parametrize("name", "ac", ids=["leader", "follower"])
+def test_a_planned_leave_loses_no_step(
+    begin: Begin,
+    store: RunningStore,
+    leave: Callable[[Run, str, RunningStore], None],
+    name: str,
+    record_property: Measure,
+) -> None:
+    run, before = begun(begin, "abc")
+    leave(run, name, store)
+    after = run.await_world("abc".replace(name, ""), by_rank=True)
+    record_property("steps", f"{before.last_step} before, goes on from {after.resumed}")
+    assert after.resumed == before.last_step
+
+
+def test_the_run_saves_once_if_all_nodes_leave(begin: Begin, store: RunningStore) -> None:
+    run, before = begun(begin, "ab")
+    for name in "ab":
+        terminate(run, name, store)
+    run.await_that(
+        lambda: all(it.process.poll() is not None for it in run.agents.values()), "end", 30
+    )
+    run.read_events()
+    again = run.start_at("c", training=NEVER)
+    assert run.await_world("c").resumed == before.last_step
+    assert again.process.poll() is None
+
+
+def test_a_second_signal_ends_an_agent_at_once(begin: Begin, store: RunningStore) -> None:
+    # With steps of a minute the run cannot save before the notice ends.
+    run = begin(nodes="1:2", launcher=RDZV_RUN, max_restarts=0)
+    agent = run.start_at("a", training={"pace": 60})
+    run.await_that(lambda: any(it.step for it in run.records()), "its first step", 30)
+    terminate(run, "a", store)
+    run.await_that(lambda: "this node leaves once" in agent.log.read_text(), "the notice", 30)
+    terminate(run, "a", store)
+    run.await_that(lambda: agent.process.poll() is not None, "its end", 15)
+
+
+def test_newcomers_ask_for_a_checkpoint(begin: Begin) -> None:
+    run, before = begun(begin, "a", grow="checkpoint")
+    run.start_at("b", training=NEVER)
+    assert run.await_world("ab", by_rank=True).resumed == before.last_step
+
+
+# A cleaner's work; and a folder that cannot be made again.
+CLEAN = "rm -rf rdzv-*"
+BLOCK = 'for it in rdzv-*; do rm -rf "$it"; touch "$it"; done'
+
+
+@pytest.mark.parametrize("command", [CLEAN, BLOCK], ids=["cleaned", "blocked"])
+def test_training_goes_on_without_its_folder(
+    command: str, store: RunningStore, tmp_path: Path
+) -> None:
+    with closing(
+        Job(tmp_path, store, nodes="1:2", launcher=(*SMALL_TMP, *TORCHRUN), max_restarts=0)
+    ) as job:
+        job.begin("a")
+        change(job.agents["a"].pid, command)
+        job.start_at("b")
+        job.await_begun("ab")
+        job.finish("b")
+        job.finish("a")
+        assert job.await_ends("ab") == {"a": 0, "b": 0}
+        lines = job.lines("a")
+    told = [line for line in lines if "step() and saved() have no effect" in line]
+    assert len(told) == (command == BLOCK)
+    assert not [line for line in lines if "Traceback" in line]

@@ -1,0 +1,162 @@
+"""The steps of workers in virtual time: they train on while their agent hangs or is cut off."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rdzv_plugins.protocol.progress import Progress
+
+Violated = Callable[[str, str], Any]
+
+
+@dataclass
+class Proposal:
+    """A step at which workers wait; ``saves``: whether they save there; None: not settled."""
+
+    step: int
+    saves: bool | None = None
+
+
+@dataclass
+class Rank:
+    """One worker.
+
+    Attributes:
+        ends: when its next step ends.
+        waits: the proposal for which it waits, and since when.
+    """
+
+    pace: float
+    ends: float
+    step: int = -1
+    passed: int = 0
+    waits: tuple[Proposal, float] | None = None
+    saved: int = 0
+    saves: set[int] = field(default_factory=set)
+
+
+class Trainings:
+    """All workers of a run, by world: what one of them answers, all must."""
+
+    def __init__(self, now: Callable[[], float], violated: Violated) -> None:
+        self.now, self.violated = now, violated
+        self.worlds: dict[str, list[Training]] = {}
+        self.saved_at: dict[str, set[int]] = {}
+        self.agreed = 0
+
+    def judge(self, world: str, me: Rank, number: int, saves: bool) -> None:
+        """A worker goes on from a step, at which it saves or does not."""
+        saved_at = self.saved_at.setdefault(world, set())
+        if not saves:
+            if number in saved_at:
+                self.violated("one checkpoint", f"a rank passes {number} of {world}, others save")
+            return
+        saved_at.add(number)
+        for rank in (
+            rank for other in self.worlds[world] for rank in other.ranks if rank is not me
+        ):
+            passes = rank.step > number or (rank.step == number and rank.waits is None)
+            if passes and number not in rank.saves:
+                self.violated("one checkpoint", f"a rank has passed {number} of {world}")
+
+
+class Training:
+    """The workers of one host; see `Workers`."""
+
+    def __init__(self, all_of_them: Trainings, chance: random.Random, pace: float) -> None:
+        self._all, self._chance, self._pace = all_of_them, chance, pace
+        self.ranks: list[Rank] = []
+        self._world = ""
+        self._proposals: list[Proposal] = []
+        self._told = 0
+
+    def begin(self, world: str) -> None:
+        now, chance = self._all.now(), self._chance
+        self._world, self._proposals, self._told = world, [], 0
+        self.ranks = [
+            Rank(pace := self._pace * chance.uniform(0.9, 1.1), now + chance.uniform(0, 3) * pace)
+            for _ in range(2)
+        ]
+        self._all.worlds.setdefault(world, []).append(self)
+
+    def end(self) -> None:
+        """The workers are stopped, and what they did counts no more."""
+        self._advance()
+        if self in self._all.worlds.get(self._world, ()):
+            self._all.worlds[self._world].remove(self)
+        self.ranks, self._proposals = [], []
+
+    def progress(self) -> Progress | None:
+        self._advance()
+        if not self.ranks or any(rank.step < 0 for rank in self.ranks):
+            return None
+        steps = [rank.step for rank in self.ranks]
+        return Progress(
+            step=min(steps),
+            fastest=max(steps),
+            milliseconds=int(1000 * self._pace),
+            saved=min(rank.saved for rank in self.ranks),
+        )
+
+    def propose(self, step: int) -> None:
+        self._advance()
+        self._proposals.append(Proposal(step))
+
+    def settle(self, step: int, saves: bool) -> None:
+        self._advance()
+        for it in self._proposals:
+            if it.step == step and it.saves is None:
+                it.saves = saves
+        self._advance()
+
+    def release(self) -> None: ...
+
+    def has_saved(self) -> bool:
+        """Whether a worker has saved since the last call."""
+        self._advance()
+        before, self._told = self._told, sum(rank.saved for rank in self.ranks)
+        return self._told > before
+
+    @property
+    def waits_since(self) -> float | None:
+        """Since when a worker waits at a step that is not settled; None: none does."""
+        self._advance()
+        return min((rank.waits[1] for rank in self.ranks if rank.waits is not None), default=None)
+
+    def _advance(self) -> None:
+        for rank in self.ranks:
+            while self._moves(rank):
+                pass
+
+    def _moves(self, rank: Rank) -> bool:
+        now = self._all.now()
+        if rank.waits is not None:
+            proposal, _ = rank.waits
+            if proposal.saves is None:
+                return False
+            rank.waits = None
+            self._answer(rank, rank.step, proposal.saves)
+            rank.ends = now + rank.pace
+        if rank.ends > now:
+            return False
+        before, rank.step = rank.step, rank.step + 1
+        for proposal in self._proposals[rank.passed :]:
+            if proposal.step > rank.step:
+                break
+            rank.passed += 1
+            if 0 <= before < proposal.step:
+                rank.waits = proposal, rank.ends
+                return True
+        rank.ends += rank.pace
+        self._all.judge(self._world, rank, rank.step, False)
+        return True
+
+    def _answer(self, rank: Rank, number: int, saves: bool) -> None:
+        if saves:
+            rank.saves.add(number)
+            rank.saved = number + 1
+            self._all.agreed += 1
+        self._all.judge(self._world, rank, number, saves)

@@ -1,0 +1,145 @@
+"""The leader's part in a checkpoint before a planned change of a round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rdzv_plugins.protocol.decide import decide
+from rdzv_plugins.protocol.documents import Phase, RoundDocument, Saving, Status
+from rdzv_plugins.protocol.policies.checkpoint import MOST_REFUSALS
+from rdzv_plugins.protocol.rules import View, Wait
+from tests import replace
+
+from .views import RULES, document, record, running, view
+
+ROUND = document(Phase.RUNNING, participants=("n1", "n2"))
+ROUND = replace(ROUND, ran=ROUND.world_id)
+RESTART = replace(ROUND, restart="somebody asked for it")
+# The fastest worker is at step 100, and each step takes 10 ms.
+STEP = (100, 10, 0)
+
+
+def leads(
+    now: RoundDocument, one: dict[str, Any], two: dict[str, Any] | None = None, **more: Any
+) -> View:
+    """The view of the leader, n1, with fields of the two records."""
+    each = {"n1": one, "n2": one if two is None else two}
+    records = {name: replace(running(name, now), **fields) for name, fields in each.items()}
+    rules = replace(RULES, save_timeout=more.pop("save_timeout", 60.0))
+    return view(records["n1"], now, records, joining=False, rules=rules, **more)
+
+
+def written(here: View) -> RoundDocument | None:
+    """The document that the leader writes; None: it writes none."""
+    after: RoundDocument | None = getattr(decide(here), "document", None)
+    return after
+
+
+def saving(step: int = 152, **fields: Any) -> RoundDocument:
+    return replace(RESTART, saving=Saving(step, **fields))
+
+
+def test_a_step_ahead_of_the_fastest_rank_is_named() -> None:
+    after = written(leads(RESTART, {"step": STEP}, {"step": (90, 10, 0)}))
+    assert after == saving(152)
+
+
+def test_the_step_is_near_if_the_time_of_a_step_is_unknown() -> None:
+    now = {"step": (100, 0, 0)}
+    assert written(leads(RESTART, now)) == saving(106)
+    refuses = {**now, "answer": (106, 160)}
+    assert written(leads(saving(106), refuses)) == saving(169, refused=(106,))
+
+
+def test_a_leave_asks_for_a_checkpoint() -> None:
+    after = written(leads(ROUND, {"step": STEP}, {"step": STEP, "leaves": True}))
+    assert after == replace(ROUND, saving=Saving(152))
+    assert written(leads(ROUND, {"step": STEP})) is None
+
+
+def test_newcomers_ask_for_a_checkpoint_where_the_run_grows_at_one() -> None:
+    now = replace(ROUND, max_nodes=3)
+    here = leads(now, {"step": STEP, "max_nodes": 3})
+    records = {**(here.records or {}), "n3": record("n3", Status.SPARE, max_nodes=3)}
+    rules = replace(here.rules, max_nodes=3, grow="checkpoint")
+    assert written(replace(here, records=records, rules=rules)) == replace(now, saving=Saving(152))
+    saved = replace(now, saving=Saving(152, agreed=True, saved=True))
+    after = written(replace(here, records=records, rules=rules, document=saved, latest=saved))
+    assert after is not None
+    assert after.phase is Phase.FORMING
+
+
+@pytest.mark.parametrize(
+    ("two", "options"),
+    [
+        ({"step": None}, {}),
+        ({"step": STEP}, {"save_timeout": 0.0}),
+        ({"step": STEP, "world_id": "0-other"}, {}),
+    ],
+    ids=["a script without step()", "save_timeout=0", "another round"],
+)
+def test_the_round_ends_at_once_if_no_checkpoint_is_possible(
+    two: dict[str, Any], options: dict[str, Any]
+) -> None:
+    after = written(leads(RESTART, {"step": STEP}, two, **options))
+    assert after is not None
+    assert after.phase is Phase.FORMING
+
+
+def test_the_run_agrees_once_every_node_has_accepted() -> None:
+    accepts = {"step": STEP, "answer": (152, 103)}
+    assert isinstance(decide(leads(saving(), accepts, {"step": STEP})), Wait)
+    assert isinstance(decide(leads(saving(), accepts, {"step": STEP, "answer": (99, 1)})), Wait)
+    assert written(leads(saving(), accepts)) == saving(agreed=True)
+
+
+def test_a_refused_step_is_followed_by_a_later_one() -> None:
+    refuses = {"step": STEP, "answer": (152, 160)}
+    after = written(leads(saving(), {"step": STEP, "answer": (152, 103)}, refuses))
+    # One second ahead now, in steps of 10 ms.
+    assert after == saving(261, refused=(152,))
+
+
+def test_the_run_gives_up_after_many_refusals() -> None:
+    refused = tuple(range(MOST_REFUSALS))
+    answer = {"step": STEP, "answer": (152, 160)}
+    after = written(leads(saving(refused=refused), answer))
+    assert after == saving(refused=(*refused, 152))
+    assert after is not None
+    after = written(leads(after, answer))
+    assert after is not None
+    assert after.phase is Phase.FORMING
+
+
+@pytest.mark.parametrize(("saved", "then"), [(152, False), (153, True)])
+def test_the_round_ends_once_every_rank_has_saved(saved: int, then: bool) -> None:
+    here = leads(saving(agreed=True), {"step": STEP, "saved": 153}, {"step": STEP, "saved": saved})
+    assert (written(here) == saving(agreed=True, saved=True)) is then
+    after = written(leads(saving(agreed=True, saved=True), {"step": STEP}))
+    assert after is not None
+    assert (after.phase, after.saving) == (Phase.FORMING, None)
+
+
+@pytest.mark.parametrize(("seconds", "then"), [(59.0, False), (60.0, True)])
+def test_the_round_ends_without_a_checkpoint_after_save_timeout(seconds: float, then: bool) -> None:
+    here = leads(saving(agreed=True), {"step": STEP}, saving_for=seconds)
+    after = written(here)
+    assert (after is not None and after.phase is Phase.FORMING) is then
+    if not then:
+        action = decide(here)
+        assert isinstance(action, Wait)
+        assert action.seconds is not None
+        assert action.seconds <= 1.0
+
+
+def test_a_lost_node_ends_the_round_at_once() -> None:
+    after = written(leads(saving(agreed=True), {"step": STEP}, silent={"n2": 9.0}))
+    assert after is not None
+    assert after.phase is Phase.FORMING
+
+
+def test_a_checkpoint_that_nobody_wants_any_more_is_dropped() -> None:
+    now = replace(ROUND, saving=Saving(152, agreed=True, saved=True))
+    assert written(leads(now, {"step": STEP})) == ROUND

@@ -1,0 +1,214 @@
+"""What workers and their agent tell each other in shared memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rdzv_plugins
+from rdzv_plugins.process import steps
+from rdzv_plugins.process.steps import Slot, Steps, UndecidedError
+from rdzv_plugins.process.worker import VARIABLE, CurrentRound, hand_down
+from rdzv_plugins.testing.threads import Background
+
+
+@pytest.fixture(autouse=True)
+def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def agent() -> Iterator[Steps]:
+    agent = Steps(pytest.fail)
+    yield agent
+    agent.close()
+
+
+def slots(agent: Steps, ranks: int = 2, round_: str = "1-a") -> list[Slot]:
+    path = agent.begin(round_)
+    assert path is not None
+    return [Slot(path, rank, ranks) for rank in range(ranks)]
+
+
+class TestProgress:
+    def test_it_is_unknown_until_every_rank_has_stepped(self, agent: Steps) -> None:
+        assert agent.progress() is None
+        first, second = slots(agent)
+        assert agent.progress() is None
+        assert not first.step(7)
+        assert agent.progress() is None
+        assert not second.step(6)
+        found = agent.progress()
+        assert found is not None
+        assert (found.step, found.fastest, found.rank, found.saved) == (6, 7, 1, 0)
+
+    def test_saved_is_what_every_rank_has_saved(self, agent: Steps) -> None:
+        first, second = slots(agent)
+        first.step(5)
+        second.step(5)
+        assert not agent.has_saved()
+        first.saved(5)
+        assert agent.has_saved()
+        assert not agent.has_saved()
+        assert (found := agent.progress()) is not None
+        assert found.saved == 0
+        second.saved(5)
+        assert (found := agent.progress()) is not None
+        assert found.saved == 6
+
+    def test_a_round_begins_with_no_steps_and_leaves_no_file(
+        self, agent: Steps, tmp_path: Path
+    ) -> None:
+        slots(agent, 1)[0].step(5)
+        agent.end()
+        assert agent.progress() is None
+        slots(agent, 1, "2-b")
+        assert agent.progress() is None
+        assert [it.name for it in tmp_path.rglob("*-*") if it.is_file()] == ["2-b"]
+        agent.close()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_the_pace_is_the_time_of_the_last_steps(
+        self, agent: Steps, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (slot,) = slots(agent, 1)
+        for step, seconds in ((0, 1), (1, 2), (5, 4)):
+            monkeypatch.setattr(time, "monotonic_ns", lambda now=seconds: now * 10**9)
+            slot.step(step)
+            found = agent.progress()
+        assert found is not None
+        assert found.milliseconds == 500
+
+
+class TestProposals:
+    def test_a_rank_waits_at_the_step_until_all_have_agreed(self, agent: Steps) -> None:
+        (slot,) = slots(agent, 1)
+        slot.step(3)
+        agent.propose(5)
+        assert not slot.step(4)
+        waits = Background(lambda: slot.step(5))
+        assert not waits.done()
+        agent.settle(5, True)
+        assert waits.result(5.0) is True
+        assert not slot.step(6)
+
+    def test_a_withdrawn_step_is_passed(self, agent: Steps) -> None:
+        (slot,) = slots(agent, 1)
+        slot.step(3)
+        agent.propose(5)
+        agent.settle(5, False)
+        agent.propose(9)
+        agent.settle(9, True)
+        assert [slot.step(number) for number in range(4, 11)] == [False] * 5 + [True, False]
+
+    def test_a_step_between_two_calls_is_met_by_the_later_one(self, agent: Steps) -> None:
+        first, second = slots(agent)
+        for slot in (first, second):
+            slot.step(10)
+        for step, saves in ((12, True), (14, False)):
+            agent.propose(step)
+            agent.settle(step, saves)
+        assert first.step(20)
+        assert second.step(20)
+
+    def test_the_first_step_of_a_rank_meets_none(self, agent: Steps) -> None:
+        """Its agent cannot have accepted a step before."""
+        (slot,) = slots(agent, 1)
+        agent.propose(5)
+        agent.settle(5, False)
+        assert not slot.step(7)
+
+    def test_more_proposals_than_there_is_room_for(self, agent: Steps) -> None:
+        (slot,) = slots(agent, 1)
+        slot.step(0)
+        for step in range(1, 100):
+            agent.propose(step)
+            agent.settle(step, step == 99)
+        assert slot.step(200)
+
+    def test_the_wait_for_an_answer_ends(
+        self, agent: Steps, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(steps, "_PATIENCE", 0.05)
+        (slot,) = slots(agent, 1)
+        slot.step(1)
+        agent.propose(2)
+        with pytest.raises(UndecidedError, match="step 2, because the run's store"):
+            slot.step(2)
+
+    def test_a_rank_that_has_saved_waits_for_the_end_of_the_round(self, agent: Steps) -> None:
+        (slot,) = slots(agent, 1)
+        slot.saved(0)
+        slot.step(1)
+        agent.propose(2)
+        agent.settle(2, True)
+        assert slot.step(2)
+        waits = Background(lambda: slot.saved(2))
+        assert not waits.done()
+        agent.release()
+        waits.result(5.0)
+
+    def test_two_threads_may_step(self, agent: Steps) -> None:
+        (slot,) = slots(agent, 1)
+        threads = [threading.Thread(target=slot.step, args=(1,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(5.0)
+        assert (found := agent.progress()) is not None
+        assert found.step == 1
+
+
+class TestWorker:
+    @pytest.fixture(autouse=True)
+    def _fresh(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(steps, "_slot", None)
+        monkeypatch.setattr(steps, "_looked", False)
+        for name in (VARIABLE, "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+
+    def test_a_process_that_is_no_worker_does_nothing(self) -> None:
+        assert not rdzv_plugins.step(1)
+        rdzv_plugins.saved(1)
+
+    def test_a_worker_finds_its_slot(self, agent: Steps) -> None:
+        path = agent.begin("1-a")
+        hand_down(CurrentRound(run_id="r", round=1, world_id="1-a", cause="", steps_file=path))
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        assert not rdzv_plugins.step(41)
+        assert (found := agent.progress()) is not None
+        assert found.step == 41
+
+    @pytest.mark.parametrize("ranks", [("0", "0"), ("x", "1"), ("5000", "6000")])
+    def test_what_cannot_be_told_is_logged_once(
+        self, ranks: tuple[str, str], agent: Steps, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = agent.begin("1-a")
+        hand_down(CurrentRound(run_id="r", round=1, world_id="1-a", cause="", steps_file=path))
+        os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = ranks
+        for number in range(3):
+            assert not rdzv_plugins.step(number)
+        assert len(caplog.records) == 1
+
+    def test_an_agent_without_a_folder_warns_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+        told: list[str] = []
+        agent = Steps(told.append)
+        assert [agent.begin(f"{number}-a") for number in range(3)] == [None] * 3
+        agent.propose(1)
+        agent.settle(1, True)
+        agent.release()
+        assert agent.progress() is None
+        agent.close()
+        (line,) = told
+        assert "set TMPDIR to another one" in line
