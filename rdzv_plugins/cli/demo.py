@@ -39,7 +39,8 @@ def demo() -> None:
             fleet.tell(f"three agents start and train with {script}; there is no server")
             for host in _HOSTS:
                 fleet.start(host)
-            first = fleet.await_world(3)
+            fleet.await_world(3)
+            first = fleet.await_world(3)  # At its next checkpoint.
             fleet.tell(f"kill -9 {first}, which has rank 0")
             killed = time.monotonic()
             fleet.kill(first)
