@@ -78,7 +78,7 @@ def _found(page: str, names: list[str]) -> str:
 def _open(path: Path) -> None:
     import webbrowser
 
-    # First: a browser of the terminal takes the screen.
+    # Print the path first, because a browser that runs in the terminal takes over the screen.
     typer.echo(path)
     if not webbrowser.open(path.as_uri()):
         typer.echo("no browser was found; rdzv docs --print shows the pages here", err=True)

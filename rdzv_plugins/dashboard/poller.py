@@ -187,7 +187,8 @@ def sizes(rows: Sequence[Row], seen: Sequence[Size]) -> list[tuple[str, int]]:
             there = max(0, min(before - gone, row.nodes))
             found.append((max(began.isoformat(timespec="milliseconds"), at), there))
         found.append((row.at, row.nodes))
-    # No clocks of two hosts are compared, but no line runs backwards.
+    # `_since` compares rounds and not times, because the clocks of two hosts differ. `max` keeps
+    # the times in order, so that the line of the chart does not run backwards.
     last = found[-1][0] if found else ""
     found += [(max(it.at, last), it.nodes) for it in _since(rows, seen)]
     return [it for i, it in enumerate(found) if i == 0 or it[1] != found[i - 1][1]]

@@ -102,7 +102,7 @@ _PARSERS = {*sys.stdlib_module_names, msgspec.__name__}
 # Seconds by which this host's clock may differ from a server's.
 _CLOCK_SECONDS = 30.0
 
-# The most keys of which a client remembers since when they are unchanged.
+# A client remembers since when a key is unchanged, to poll it less often, for this many keys.
 _MOST_UNCHANGED = 100
 
 

@@ -149,7 +149,8 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._clients[request] = time.monotonic() + _CLIENT_SECONDS
             others = [*self._clients][:-1]
             crowded = len(others) >= _MOST_CLIENTS
-            # A client whose page is being made, and which so may stay, comes after all others.
+            # A slow store delays a page. Cut a client whose page is being made only if the pages of
+            # all the others are being made too.
             oldest = min(others, key=lambda it: self._clients[it] == math.inf) if crowded else None
         if oldest is not None:
             self._cut(oldest)

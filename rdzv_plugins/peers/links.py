@@ -405,7 +405,8 @@ class _Peer:
         self._ended = False
         # How many dials in a row were refused, or were answered by somebody else.
         self._noes = 0
-        # Whether both ends of its link saw the same addresses; None: it had none yet.
+        # Whether both ends of the last link to this node saw the same addresses. None: there was no
+        # link yet.
         self._direct: bool | None = None
         # How many links in a row lasted for a moment only.
         self._short = 0

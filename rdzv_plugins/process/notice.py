@@ -37,7 +37,7 @@ class Notice:
         # The first signal, and when it came.
         self._signal: signal.Signals | None = None
         self._came = 0.0
-        # Whether the node was told.
+        # Whether `look` has told the node to leave once the run has saved.
         self._ordered = False
 
     def begin(self) -> None:

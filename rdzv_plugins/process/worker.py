@@ -120,7 +120,8 @@ class _Holder(msgspec.Struct, frozen=True):
 
 
 _HOLDERS = msgspec.json.Decoder(_Holder)
-# A holder is written at once with this length, so a crash leaves the old or the new holder.
+# Every holder has this length, so one write replaces the old holder as a whole. A crash therefore
+# leaves the old or the new one.
 _HOLDER_BYTES = 512
 # The run's id, which is for people, is cut so that the holder fits.
 _ID_LENGTH = 64

@@ -20,7 +20,7 @@ from rdzv_plugins.protocol.rules import Rules
 # After this long without a bell, the leader reads the exclusions and publishes the time
 # at which the last call ends.
 _QUIET_SECONDS = 0.05
-# A shorter last call is over before people can read of it.
+# The leader announces no shorter last call, because it would end before people read of it.
 _SHORTEST_CALL = 1.0
 # A leader renews the run's deadline this often before it would pass.
 _RENEWALS = 4

@@ -49,7 +49,7 @@ class Neighbours:
         self._contact = contact
         # Reports of links that `take_up_evidence` has not read: a node, and whether it is gone.
         self._evidence: deque[tuple[str, bool]] = deque()
-        # When links are due; the endpoints of the linked nodes, None: a node has no listener.
+        # When the next links are due; by linked node, its listener's endpoint (None: it has none).
         self._due_at = math.inf
         self._endpoints: dict[str, str | None] = {}
         # The round for which the links are made, and its leader if that is one of the linked nodes.

@@ -304,7 +304,8 @@ class Observer:
         asked = self._clock()
         _, record = yield from self.read_record(leader)
         self._leader_is = leader
-        # A missing or older record tells nothing new.
+        # Keep the known record unless this one is as new: a store that lost writes may show an
+        # older record, or none.
         if record is not None and (self.leader is None or record.beat >= self.leader.beat):
             self.leader = record
         if record is None:

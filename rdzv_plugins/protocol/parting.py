@@ -174,7 +174,8 @@ def _runs(document: RoundDocument, node: str, record: NodeRecord) -> bool:
     if record.status is not Status.RUN or record.incarnation != document.incarnation:
         return False
     forms = document.phase is not Phase.RUNNING
-    # A store that forgot its last writes shows an older round, until the node's next heartbeat.
+    # Count a participant even if its record shows an older round. A store that forgot the node's
+    # last write shows that round until the node's next heartbeat.
     return document.names(node) or record.round >= document.round - forms
 
 
@@ -217,7 +218,8 @@ def follows_from_a_loss(
 
 def loss_shows_within(rules: Rules) -> float:
     """Seconds within which the loss of a participant shows in `Node.waiting`."""
-    # The last heartbeat is seen up to 1.1 intervals late; a succession takes the rest.
+    # The leader may see a node's last heartbeat 1.1 intervals late, and then waits for the lease.
+    # If the leader itself was lost, its successor needs up to 2 s to take over.
     return rules.lease + 1.1 * rules.interval + 2.0
 
 

@@ -128,7 +128,8 @@ _UNLISTABLE = re.compile("object with invalid path")
 # obstore's threads release Python objects shortly after an answer.
 # Without this pause at exit, 1 to 5 of 100 processes died of SIGABRT.
 _REST_SECONDS = 0.1
-# Nobody asks any more meanwhile. A store that does not answer holds up an end for no longer.
+# No new request begins during the exit. A store that does not answer delays the exit by this much
+# at most.
 _LONGEST_END = 1.0
 _URL = re.compile(r"https?://[^/\s@?#][^\s@?#]*")
 _LONG_URL = re.compile(r"(https?://\S{80})\S+")

@@ -79,7 +79,7 @@ class Client(StoreClient):
         # By key: the last known version of a large value.
         self._large: dict[str, str] = {}
         self._table = Table(endpoint, options, where, request_timeout)
-        # The probe needs no right that later requests do not need too.
+        # The probe is a query like the later ones, so it needs no further right.
         probe = self._large_query("probe")
         self._connect(lambda limit: self._table.open(limit, probe))
 

@@ -205,7 +205,7 @@ class Client(EpochClient):
         return True
 
     def _stamp(self, lasts: float, limit: Limit) -> str:
-        # No key has this lease. It tells the time to any member alike.
+        # This lease holds no key. Its remaining time is a clock that all members of etcd share.
         lease = self._ask("lease/grant", {"TTL": str(math.ceil(lasts))}, limit)
         return str(lease["ID"])
 

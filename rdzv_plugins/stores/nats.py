@@ -674,7 +674,7 @@ class Transport:
                 await link.unless_it_fails(self._welcome(link))
                 return link
             except Exception as error:
-                # A server that refuses tells more than one that is away.
+                # Keep the first refusal: it explains more than another server that is unreachable.
                 if not isinstance(failure, nats.errors.Error):
                     failure = link.failure if isinstance(link.failure, ssl.SSLError) else error
                 self._hosts.append(self._hosts.pop(0))

@@ -122,7 +122,8 @@ _ABOUT = """SELECT current_setting('server_version'), pg_is_in_recovery(), curre
  ARRAY(SELECT r FROM unnest(%(rights)s::text[]) AS r
  WHERE NOT has_table_privilege(to_regclass('{table}'), r))"""
 
-# Parameters that psycopg's or this module's own way to connect does not obey.
+# Parameters that an endpoint must not set, and what to write instead: neither psycopg nor this
+# module obeys them when it connects.
 _ELSEWHERE = {"connect_timeout": "write heartbeat_timeout="}
 
 # The values of sslmode with which libpq surely encrypts.

@@ -85,7 +85,8 @@ _LOOKS = 10
 # What no name of a run has.
 _LETTERS = re.compile("[^0-9a-z]")
 
-# Refusals of a log-in: at the next one the server may let this client in.
+# Errors of a refused log-in. A server that stops during a log-in causes them too, so the next
+# log-in may succeed.
 _REFUSALS = (AuthFailedError, SessionClosedRequireSaslError)
 _REFUSED = (
     "refused the credentials ({name}); set the user in the endpoint, the password in "

@@ -52,7 +52,8 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
     _client: KeyValueClient
     _attendance: Attendance | None = None
     _closed_ttl: float
-    # Its workers, which may start from then on, are not given passwords and torchrun's options.
+    # Whether this handler has removed passwords and torchrun's options from the environment that
+    # workers inherit.
     _withholds = False
 
     def next_rendezvous(self) -> RendezvousInfo:
