@@ -68,11 +68,11 @@ class Named(Scene):
             return done.exit_code, done.output
         return 1, f"rdzv: {done.exception}"
 
-    def await_said(self, words: str, command: str, *arguments: str) -> str:
+    def await_said(self, words: str, command: str, *arguments: str, run: str = "job") -> str:
         """The output of a command, once it has these words."""
 
         def found() -> str | None:
-            said = self.rdzv(command, *arguments)[1]
+            said = self.rdzv(command, *arguments, run=run)[1]
             return said if words in said else None
 
         return self.fleet.await_that(found, f"'{words}' of rdzv {command}", PATIENCE)
@@ -132,7 +132,8 @@ def of_a_quorum(scene: Named) -> dict[str, Any]:
     seen: dict[str, Any] = {
         "before": before,
         "labels": [scene.label(name) for name in HOSTS],
-        "list": scene.rdzv("list", run=""),
+        # The leader adds a run to the list a second after the round runs.
+        "list": scene.await_said("running", "list", run=""),
         "unknown": [scene.rdzv(it, run="jobX") for it in ("status", "history", "clean", "close")],
         "drain": scene.rdzv("drain", "node3"),
         "check": scene.rdzv("check"),
