@@ -57,7 +57,7 @@ EndpointOption = Annotated[
 ]
 
 
-def _possible(given: typer.Context, option: typer.CallbackParam, run_id: str) -> str:
+def possible(given: typer.Context, option: typer.CallbackParam, run_id: str) -> str:
     """Refuse an id that no run can have; "" stands for none where none was given."""
     from rdzv_plugins.settings.run_ids import refuse_unless_possible
 
@@ -94,7 +94,7 @@ RunOption = Annotated[
     typer.Option(
         "--rdzv-id",
         "-i",
-        callback=_possible,
+        callback=possible,
         help="the run's id; else $RDZV_ID",
         autocompletion=complete_run,
     ),
@@ -263,7 +263,7 @@ class OneRun(AboutRun):
         str,
         typer.Argument(
             metavar="RUN",
-            callback=_possible,
+            callback=possible,
             help="the run's id; -i or $RDZV_ID may name it instead",
             autocompletion=complete_run,
         ),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rdzv_plugins.cli.interrupt import Interrupt
-from rdzv_plugins.cli.options import Access
+from rdzv_plugins.cli.options import Access, possible
 
 if TYPE_CHECKING:
     from rdzv_plugins.observe.survey import Survey
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 OfClusterOption = Annotated[
     str,
     typer.Option(
-        "--rdzv-id", "-i", help="of a store that the nodes of each run have: the run, if not alone"
+        "--rdzv-id",
+        "-i",
+        callback=possible,
+        help="of a store that the nodes of each run have: the run, if not alone",
     ),
 ]
 HostOption = Annotated[

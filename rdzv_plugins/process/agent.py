@@ -177,13 +177,13 @@ class RunAgent(LocalElasticAgent):
         The loop then detects the change, stops the remaining workers, and starts all in the next
         round.
         """
+        handler = worker_group.spec.rdzv_handler
         if self._guard is not None:
             self._guard.renew()
         if self._standbys is not None:
-            self._standbys.renew()
+            self._standbys.renew(isinstance(handler, StoreRendezvousHandler) and handler.can_save)
         if self._notice is not None:
             self._notice.look()
-        handler = worker_group.spec.rdzv_handler
         # Keep the first result: stopping the remaining workers changes later results.
         result = self._failure or super()._monitor_workers(worker_group)
         if self._notice is not None and result.state is not WorkerState.HEALTHY:

@@ -149,7 +149,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         has_links = self._listener is not None and rules.answer is not None
         record = NodeRecord(
             address=address,
-            names=names,
+            names=tuple(name for name in names if name != address),
             pid=os.getpid(),
             beat=0,
             status=Status.JOIN,

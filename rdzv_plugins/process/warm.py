@@ -38,7 +38,7 @@ from rdzv_plugins.settings.environment import inherited
 
 log = logging.getLogger(__name__)
 
-# When new standbys start after the workers: import by then is over, and the first steps, too.
+# When new standbys start after the workers, if these tell no steps: imports are over by then.
 _SETTLE_SECONDS = 10.0
 # How long a standby may take to start and to read its order, and to end after SIGKILL.
 _ORDER_SECONDS = 5.0
@@ -174,9 +174,13 @@ class Standbys:
             )
         self._due = time.monotonic() + _SETTLE_SECONDS
 
-    def renew(self) -> None:
-        """Start standbys for the next round, at low priority, once the workers have settled."""
-        if time.monotonic() >= self._due:
+    def renew(self, trains: bool = False) -> None:
+        """Start standbys for the next round, at low priority, once the workers have settled.
+
+        Args:
+            trains: every worker of this node has finished a step.
+        """
+        if time.monotonic() >= self._due or (trains and self._due < math.inf):
             self._due = math.inf
             self._fill("low")
 

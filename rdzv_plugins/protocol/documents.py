@@ -626,7 +626,7 @@ class NodeRecord(
     """A node's record of itself, which no other node writes.
 
     Attributes:
-        names: of its host, in lower case: the one to show, then the others.
+        names: of its host, besides the address, in lower case; the first one is for people.
         beat: grows with every write; a node whose beat stands still is lost.
         incarnation: the run to which ``round`` and ``world_id`` belong; None before the first
             round.
@@ -705,8 +705,9 @@ class NodeRecord(
 
     @property
     def host(self) -> str:
-        """What people call the node's host."""
-        return self.names[0] if self.names else self.address
+        """What people call the node's host: its address, unless that is a number."""
+        is_number = ":" in self.address or self.address.replace(".", "").isdigit()
+        return self.names[0] if self.names and is_number else self.address
 
     @property
     def called(self) -> tuple[str, ...]:

@@ -400,9 +400,16 @@ class Client(StoreClient):
             self._ids.pop(key, None)
         return None
 
-    def _begin_to_park(self, key: str, after: bytes, limit: Limit) -> _Parked:
-        """Send a request that is answered once the key has an id after this one, or in the end."""
-        stream, block = self._stream(key), round(_LONGEST_PARK * 1000)
+    def _begin_to_park(
+        self, key: str, after: bytes, limit: Limit, most: float = math.inf
+    ) -> _Parked:
+        """Send a request that is answered once the key has an id after this one, or in the end.
+
+        ``most``: seconds; a benchmark whose nodes have one connection each waits no longer.
+        """
+        seconds = min(most, _LONGEST_PARK)
+        # Never 0, which blocks forever.
+        stream, block = self._stream(key), max(1, math.ceil(seconds * 1000))
         park = _packed(("XREAD", "BLOCK", block, "STREAMS", stream, after))
         line, epoch = self._take(limit), self._epoch
         try:
@@ -413,7 +420,7 @@ class Client(StoreClient):
         except BaseException as error:
             self._failed(line, error, late=True)
             raise
-        return _Parked(line, after, epoch, time.monotonic() + _LONGEST_PARK + self.timeout)
+        return _Parked(line, after, epoch, time.monotonic() + seconds + self.timeout)
 
     def _goes_on(self, parked: _Parked, after: bytes) -> bool:
         """Whether a wait may go on with it; else its connection is free for others, or closed."""

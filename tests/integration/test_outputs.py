@@ -241,12 +241,13 @@ def was_read(url: str) -> bool:
 @contextmanager
 def dashboard(site: Site) -> Iterator[str]:
     shown = Dashboard(site.survey, "redis", "127.0.0.1", 0, PageAccess("127.0.0.1", Settings()))
-    thread = threading.Thread(target=shown.serve)
+    ends = threading.Event()
+    thread = threading.Thread(target=shown.serve, args=(ends.wait,))
     thread.start()
     try:
         yield shown.url
     finally:
-        shown._server.should_exit = True
+        ends.set()
         thread.join(30)
         assert not thread.is_alive()
 

@@ -68,7 +68,7 @@ def test_the_agent_refuses_it(backend: str, handler: str, caplog: pytest.LogCapt
 COMMANDS = [
     ["status"], ["history"], ["watch"], ["close"], ["drain", "node"], ["restart"], ["resize"],
     ["exclude", "host"], ["include", "host"], ["excluded"], ["clean"], ["clean", "--force"],
-    ["accuse", "node"],
+    ["accuse", "node"], ["dashboard", "--port", "0"], ["exporter", "--port", "0"],
 ]  # fmt: skip
 
 
