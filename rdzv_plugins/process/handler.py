@@ -149,7 +149,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         has_links = self._listener is not None and rules.answer is not None
         record = NodeRecord(
             address=address,
-            names=tuple(name for name in names if name != address),
+            names=tuple("" if name == address else name for name in names),
             pid=os.getpid(),
             beat=0,
             status=Status.JOIN,

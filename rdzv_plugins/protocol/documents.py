@@ -626,7 +626,7 @@ class NodeRecord(
     """A node's record of itself, which no other node writes.
 
     Attributes:
-        names: of its host, besides the address, in lower case; the first one is for people.
+        names: of its host, in lower case, the one for people first; "" is the address.
         beat: grows with every write; a node whose beat stands still is lost.
         incarnation: the run to which ``round`` and ``world_id`` belong; None before the first
             round.
@@ -705,14 +705,13 @@ class NodeRecord(
 
     @property
     def host(self) -> str:
-        """What people call the node's host: its address, unless that is a number."""
-        is_number = ":" in self.address or self.address.replace(".", "").isdigit()
-        return self.names[0] if self.names and is_number else self.address
+        """What people call the node's host."""
+        return (self.names and self.names[0]) or self.address
 
     @property
     def called(self) -> tuple[str, ...]:
         """Its host's names and its address: an order may name the host by any of them."""
-        return (*self.names, self.address)
+        return (*filter(None, self.names), self.address)
 
     @property
     def label(self) -> str:
