@@ -70,6 +70,14 @@ def dashboard(store: RunningStore, *options: str, lines: int = 1) -> Iterator[st
             it.kill()
 
 
+@pytest.mark.full
+def test_ctrl_c_shows_no_traceback(store: RunningStore) -> None:
+    """Thirty times, because a signal may come anywhere in an event loop."""
+    for _ in range(30):
+        with dashboard(store):
+            pass
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[RunningStore]:
     with running(next(kind for kind in KINDS if kind.name == "redis")) as store:

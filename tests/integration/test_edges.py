@@ -6,6 +6,7 @@ The workers import no torch and do as they are told, so that what is measured is
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import sys
@@ -228,12 +229,18 @@ def test_the_agents_logs_tell_an_outage_and_a_leave(submit: Submit, store: Runni
     job.begin("ab")
     assert store.server is not None
     server = store.server.nodes[0]
+    stopped = time.monotonic()
     server.stop()
     for name in "ab":
         job.await_line(name, "could not be reached", "what runs goes on")
+    away = time.monotonic() - stopped
     server.start()
     for name in "ab":
-        job.await_line(name, "the store is back after")
+        line = job.await_line(name, "the store is back after")
+        # The outage began with the last answer, not with the first failure.
+        told = re.search(r"the store is back after (\d+\.\d) s", line)
+        assert told, line
+        assert float(told[1]) > away - 0.1
     job.agents["b"].signal(signal.SIGTERM)
     job.await_line("b", f"{job.label('b')} has left")
     job.await_line("a", f"{job.label('b')} left")

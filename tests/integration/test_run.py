@@ -434,6 +434,9 @@ def test_help_is_torchruns() -> None:
     shown = forked.run([sys.executable, *RDZV_RUN, "--help"])
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith("usage: rdzv run ")
+    # What differs comes before all options.
+    differs = shown.stdout.index("does not count against")
+    assert differs < shown.stdout.index("--nnodes")
     assert "--rdzv-backend" in shown.stdout
     assert "training_script" in shown.stdout
     assert "--warm" in shown.stdout
