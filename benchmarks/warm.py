@@ -31,9 +31,10 @@ _CONFIG = {"last_call_timeout": 0.2}
 @contextmanager
 def _fleet(store: str, is_warm: bool, nodes: str) -> Iterator[Fleet]:
     with ExitStack() as until_the_end:
-        endpoint = "127.0.0.1,127.0.0.2,127.0.0.3"
+        endpoint, config = "127.0.0.1,127.0.0.2,127.0.0.3", dict[str, str]()
         if store != "quorum":
-            endpoint = until_the_end.enter_context(servers.start(store)).endpoint
+            server = until_the_end.enter_context(servers.start(store))
+            endpoint, config = server.endpoint, server.config
         folder = until_the_end.enter_context(tempfile.TemporaryDirectory(prefix="rdzv-bench-"))
         yield until_the_end.enter_context(
             Fleet(
@@ -42,7 +43,7 @@ def _fleet(store: str, is_warm: bool, nodes: str) -> Iterator[Fleet]:
                 endpoint=endpoint,
                 run_id=uuid.uuid4().hex[:8],
                 nodes=nodes,
-                config=_CONFIG,
+                config={**_CONFIG, **config},
                 environ={},
                 training={"seconds": 3600},
                 launcher=(*RDZV_RUN, "--warm") if is_warm else RDZV_RUN,
