@@ -41,6 +41,10 @@ def follow(chapter: str, folder: Path) -> Any:
 
 def answers(asked: dict[str, tuple[int, str]]) -> None:
     for line, (status, shown) in asked.items():
+        if "node9" in line and "--all-runs" not in line:
+            # The job has no such host.
+            assert (status, "nobody was excluded; --later" in shown) == (1, True), (line, shown)
+            continue
         # `rdzv check` warns of loopback, and of a Redis without persistence.
         assert status in ((0, 1) if "rdzv check" in line else (0,)), (line, status, shown)
         assert "Traceback" not in shown
