@@ -344,7 +344,8 @@ class Client(EpochClient):
         if (token := self._token) is None:
             login = {"name": self._user, "password": self._secret() or ""}
             token = str(self._ask("auth/authenticate", login, limit, _HEADERS)["token"])
-            self._token = token
+            # The member may stop before the first request with it, and know it no longer then.
+            self._token = self._accepted = token
         return {**_HEADERS, "Authorization": token}
 
     def _refuse(
