@@ -137,7 +137,9 @@ def _ratios(results: Results) -> list[str]:
         values = [it.median for it in found if it is not None and it.median]
         if len(values) == len(found):
             rows.append([what, f"{values[0] / values[1]:.2f} x"])
-    return _section("Ratios", "Of the medians above, on redis.", ["", "ratio"], rows)
+    return _section(
+        "Ratios", "These are ratios of the medians above, on redis.", ["", "ratio"], rows
+    )
 
 
 def _life(results: Results) -> list[str]:

@@ -49,7 +49,7 @@ def demo() -> None:
             fleet.tell(f"{first} starts again")
             fleet.start(first)
             fleet.await_world(3)
-            fleet.tell("three nodes train again; Ctrl-C to all")
+            fleet.tell("three nodes train again; the demo stops them")
         finally:
             fleet.end()
 

@@ -14,12 +14,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from rdzv_plugins.process.signals import is_torchs
+
 if TYPE_CHECKING:
     from rdzv_plugins.process.handler import StoreRendezvousHandler
 
 log = logging.getLogger(__name__)
-
-_TORCHS = "torch.distributed.elastic"
 
 
 class Notice:
@@ -46,7 +46,7 @@ class Notice:
             return
         for number in {*signal.Signals} - {signal.SIGINT}:
             found = signal.getsignal(number)
-            if (getattr(found, "__module__", "") or "").startswith(_TORCHS):
+            if is_torchs(found):
                 self._torchs[number] = found
                 signal.signal(number, self._take)
 

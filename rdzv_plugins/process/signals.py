@@ -159,7 +159,12 @@ def _ends_this_process(number: int) -> bool:
     if number not in _ending(os.environ.get(_HANDLED, "")):
         return False
     handler = signal.getsignal(number)
-    return handler is _raise or (getattr(handler, "__module__", "") or "").startswith(_TORCHS)
+    return handler is _raise or is_torchs(handler)
+
+
+def is_torchs(handler: object) -> bool:
+    """Whether torch's launcher has installed this handler of a signal."""
+    return (getattr(handler, "__module__", "") or "").startswith(_TORCHS)
 
 
 def _raise(number: int, _: FrameType | None) -> None:

@@ -7,7 +7,7 @@ it. Rule: checkpoint.
 The memory is an array of 64-bit words, each with one writer:
 
 - ``LATEST``: how many steps the agent has proposed in this round; ``RANKS``: the local world size.
-- One `Proposal` in turn out of ``_PROPOSALS``: the step and its `_Verdict`.
+- ``_PROPOSALS`` places for proposals, used in turn: the step and its `_Verdict`.
 - One slot for each local rank: the last step plus 1, when it ended, and the last step saved plus 1.
 
 No lock guards the words. The agent proposes a step, waits until every processor sees it, and only
@@ -150,7 +150,11 @@ class Steps:
 
     def settle(self, step: int, saves: bool) -> None:
         """As `Workers.settle`."""
-        self._set(step, _Verdict.AGREED if saves else _Verdict.WITHDRAWN)
+        if (words := self._words) is not None:
+            for index in range(max(0, words[_LATEST] - _PROPOSALS), words[_LATEST]):
+                if words[_proposal(index)] == step:
+                    verdict = _Verdict.AGREED if saves else _Verdict.WITHDRAWN
+                    words[_proposal(index) + 1] = verdict
 
     def release(self) -> None:
         """As `Workers.release`."""
@@ -158,12 +162,6 @@ class Steps:
             at = _proposal(words[_LATEST] - 1)
             if words[at + 1] == _Verdict.AGREED:
                 words[at + 1] = _Verdict.OVER
-
-    def _set(self, step: int, verdict: _Verdict) -> None:
-        if (words := self._words) is not None:
-            for index in range(max(0, words[_LATEST] - _PROPOSALS), words[_LATEST]):
-                if words[_proposal(index)] == step:
-                    words[_proposal(index) + 1] = verdict
 
     def close(self) -> None:
         self._words = None
@@ -179,11 +177,11 @@ class _Pace:
 
     def of(self, steps: int, ended: int) -> int:
         """Milliseconds that the last steps took on average; ``ended``: in nanoseconds."""
-        before, self._before = self._before, (steps, ended)
-        if before is not None and steps > before[0]:
-            self._milliseconds = (ended - before[1]) // (steps - before[0]) // 1_000_000
-        elif before is not None:
-            self._before = before
+        before = self._before
+        if before is None or steps > before[0]:
+            self._before = steps, ended
+            if before is not None:
+                self._milliseconds = (ended - before[1]) // (steps - before[0]) // 1_000_000
         return self._milliseconds
 
 

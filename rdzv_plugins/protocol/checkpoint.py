@@ -15,14 +15,9 @@ from rdzv_plugins.protocol.progress import Progress, Workers
 
 
 class Checkpoint:
-    """One node's part in checkpoints.
-
-    Attributes:
-        leaves: this node leaves once the run has saved.
-    """
+    """One node's part in checkpoints."""
 
     def __init__(self, workers: Workers, heartbeat: Heartbeat) -> None:
-        self.leaves = False
         self._workers = workers
         self._heartbeat = heartbeat
         # The round of the memory below; the step that this node has accepted and that is open; the

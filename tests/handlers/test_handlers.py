@@ -154,7 +154,7 @@ class TestFinishedRuns:
         taken = r"; its id is taken while \S+\[\d+\] trains in its last round$"
         with pytest.raises(RendezvousClosedError, match=taken):
             site.join(site.handler(1, 1, closed_ttl=900.0))
-        # Who was in the run does not ask: thousands would at once.
+        # A node that was in the run does not ask, because thousands would ask at once.
         with pytest.raises(
             RendezvousClosedError, match=r"; to free its id now: rdzv clean -i run$"
         ):

@@ -79,7 +79,7 @@ def python_in_the_pages() -> Iterator[tuple[str, str]]:
     for page in pages:
         for code in re.findall(r"^ *```python[^\n]*\n(.*?)^ *```$", page.read_text(), re.M | re.S):
             yield page.name, textwrap.dedent(code)
-    # Of writing-a-backend.md, which links it.
+    # The page writing-a-backend.md links this file.
     yield "mystore.py", (ROOT / "examples" / "backend" / "mystore.py").read_text()
 
 

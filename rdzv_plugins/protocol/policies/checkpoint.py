@@ -44,15 +44,12 @@ def is_wanted(view: View, at: Situation) -> bool:
     """Whether a planned change of the round awaits a checkpoint."""
     if not view.rules.save_timeout:
         return False
-    if at.document.restart or at.taken_out or any(at.records[it].leaves for it in _here(at)):
+    leaves = any(node in at.records and at.records[node].leaves for node in at.present)
+    if at.document.restart or at.taken_out or leaves:
         return True
     if not at.growth or not (at.document.resize or view.rules.grow == "checkpoint"):
         return False
     return why_not_grow(view, at.growth, at.room, True, lost=len(at.missing)) is None
-
-
-def _here(at: Situation) -> list[str]:
-    return [node for node in at.present if node in at.records]
 
 
 def _is_possible(at: Situation) -> bool:
@@ -68,13 +65,13 @@ def _is_possible(at: Situation) -> bool:
 def _following(view: View, at: Situation) -> Saving | None:
     """The next state of the checkpoint, by the answers of all participants."""
     saving = at.document.saving
-    records = [at.records[node] for node in at.document.ranks if node in at.records]
     if saving is None:
         if not is_wanted(view, at) or not _is_possible(at):
             return None
         return Saving(max(_ahead(view, node, at.records[node]) for node in at.document.ranks))
     if saving.saved:
         return saving if is_wanted(view, at) else None
+    records = [at.records[node] for node in at.document.ranks if node in at.records]
     if saving.agreed:
         saved = all(it.saved > saving.step for it in records) and _is_possible(at)
         return replace(saving, saved=saved)
