@@ -55,8 +55,8 @@ class Contact:
 
     def accepted(self, sent: float) -> None:
         """Note that the store accepted a heartbeat; ``sent``: when it was sent."""
-        if self._stopped is None:
-            self._longest = max(self._longest, sent - self._accepted)
+        # Up to now, not to ``sent``: the heartbeat may have reached the store at any time between.
+        self._longest = self.unheard
         self._accepted, self._denied, self.fails = sent, None, False
         self.cut_off = ""
         self._told.clear()

@@ -8,6 +8,7 @@ import pytest
 
 from rdzv_plugins.kv import AccessDeniedError, MemoryServer
 from rdzv_plugins.protocol.cleanup import close_run
+from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.documents import Outcome
 from rdzv_plugins.protocol.effects import Effect, List, Park, PutRecord, Read
 from tests import replace
@@ -316,3 +317,27 @@ class TestOfNodesWithLinks:
         assert not any(member.joining for member in members)
         crowd.play_until(lambda: members[2].joining, 2 * RULES.lease)
         crowd.play_until(lambda: {*crowd.document.ranks} == {"n0", "n1"}, 30.0)
+
+
+class TestHowLongTheStoreDidNotHear:
+    """`View.unheard`: two worlds of a run may have trained for that long."""
+
+    def test_it_counts_a_heartbeat_that_was_answered_late_up_to_its_answer(self) -> None:
+        time = Time()
+        contact = Contact(RULES, time)
+        contact.workers_start()
+        time.now += 1.0
+        sent = time.now
+        time.now += RULES.lease
+        contact.accepted(sent)
+        assert contact.unheard == 1.0 + RULES.lease
+
+    def test_it_counts_no_silence_after_the_workers_stopped(self) -> None:
+        time = Time()
+        contact = Contact(RULES, time)
+        contact.workers_start()
+        time.now += 1.0
+        contact.workers_stopped()
+        time.now += RULES.lease
+        contact.accepted(time.now)
+        assert contact.unheard == 1.0
