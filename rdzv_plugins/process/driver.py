@@ -144,7 +144,7 @@ class Driver:
         try:
             # Inside the try, because a signal may come while the thread starts.
             self._node.order_join(failed, waited)
-            self._take_up(patience - waited)
+            self._hand_over(patience - waited)
             return take(self._outcomes)
         except BaseException:
             self._node.order_withdrawal()
@@ -161,13 +161,13 @@ class Driver:
             return effects.JoinOutcome()
         self._node.report_unfit(reason)
         with suppress(ExhaustedError):  # The next call reports the reason.
-            self._take_up(0.0)
+            self._hand_over(0.0)
         try:
             return take(self._outcomes, seconds)
         except Empty:
             return None
 
-    def _take_up(self, patience: float) -> None:
+    def _hand_over(self, patience: float) -> None:
         """Start the thread if necessary, and wait until it has taken the order."""
         deadline, attempts = time.monotonic() + patience, Attempts()
         while not self.running:
@@ -193,16 +193,16 @@ class Driver:
         self._node.report_done()
         self._nudge()
 
-    # The methods `report_gone` to `note_retry` may be called in any thread.
+    # The methods `report_dead` to `note_retry` may be called in any thread.
 
-    def report_gone(self, node: str) -> None:
+    def report_dead(self, node: str) -> None:
         """Report that a link says that this node's process has ended."""
-        self._node.report_gone(node)
+        self._node.report_dead(node)
         self._nudge()
 
-    def report_back(self, node: str) -> None:
+    def report_alive(self, node: str) -> None:
         """Report that a node that seemed gone answers."""
-        self._node.report_back(node)
+        self._node.report_alive(node)
         self._nudge()
 
     def report_others(self, others: frozenset[Standing]) -> None:

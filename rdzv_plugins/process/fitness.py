@@ -51,7 +51,7 @@ class Fitness:
         self._refuse = refuse
         self._fail = fail
         # While other nodes do not reach this node: the seconds of pauses, and the next pause.
-        self.cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
+        self.at_fault_for, self._next_pause = 0.0, _FIRST_PAUSE
 
     def await_fitness(self, has_had_workers: bool) -> float:
         """Wait until workers can start here and the checks pass; return the seconds of pauses.
@@ -69,27 +69,27 @@ class Fitness:
                     f"{pause:g} s, and so on for {left:g} s"
                 )
                 logged = reason
-            self._stay_out(reason, waited, pause)
+            self._wait_unfit(reason, waited, pause)
             waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
         if waited and not self._is_over():
             self._log.info("this node is fit again, and joins")
         return waited
 
-    def stay_cut_off(self, reason: str) -> None:
+    def wait_at_fault(self, reason: str) -> None:
         """Wait before the next join, because the network check of this node has failed."""
-        waited, pause = self.cut_off_for, self._next_pause
+        waited, pause = self.at_fault_for, self._next_pause
         if self._tries_again(waited + pause):
             left = self._settings.join_timeout - waited
             self._log.warning(
                 f"this node is unfit, since others do not reach it, or it does not reach them: "
                 f"{reason}; it asks again in {pause:g} s, and so on for {left:g} s"
             )
-        self._stay_out(reason, waited, pause)
-        self.cut_off_for, self._next_pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
+        self._wait_unfit(reason, waited, pause)
+        self.at_fault_for, self._next_pause = waited + pause, min(2 * pause, _LONGEST_PAUSE)
 
     def begin(self) -> None:
         """Note that this node is in a round."""
-        self.cut_off_for, self._next_pause = 0.0, _FIRST_PAUSE
+        self.at_fault_for, self._next_pause = 0.0, _FIRST_PAUSE
 
     def close(self) -> None:
         if self._gate is not None:
@@ -106,7 +106,7 @@ class Fitness:
         settings = self._settings
         return settings.on_unhealthy != "exit" and seconds <= settings.join_timeout
 
-    def _stay_out(self, reason: str, waited: float, pause: float) -> None:
+    def _wait_unfit(self, reason: str, waited: float, pause: float) -> None:
         """Stay out for ``pause`` seconds; raises if this node does not try again."""
         tries_again = self._tries_again(waited + pause)
         outcome = self._driver.stay_out(reason, pause if tries_again else 0.0)

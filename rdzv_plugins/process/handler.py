@@ -216,8 +216,8 @@ class StoreRendezvousHandler(RendezvousHandler):
                 run_id,
                 node_id,
                 address,
-                driver.report_gone,
-                driver.report_back,
+                driver.report_dead,
+                driver.report_alive,
                 driver.report_others,
                 self._log.warning,
             )
@@ -377,9 +377,9 @@ class StoreRendezvousHandler(RendezvousHandler):
         patience = self._settings.join_timeout
         try:
             outcome = self._driver.join(failed, waited, patience)
-            while outcome.failure is Failure.CUT_OFF and not self._ended:
-                self._fitness.stay_cut_off(self._node.record.unfit)
-                waited_on = waited + self._fitness.cut_off_for
+            while outcome.failure is Failure.AT_FAULT and not self._ended:
+                self._fitness.wait_at_fault(self._node.record.unfit)
+                waited_on = waited + self._fitness.at_fault_for
                 outcome = self._driver.join(failed, waited_on, patience)
         except ExhaustedError as error:
             self._raise(error)

@@ -42,8 +42,8 @@ What each effect asks, and its answer:
   `RecordHistory` and `Register` (rounds and runs, for people): None.
 - `OpenMaster` and `DialPeer`, each a `Begin`: None, at once or soon.
   The driver calls `Node.finished` when the work has ended, in any thread.
-- `KeepLinks` (connections to other nodes): None, at once. The driver calls `Node.report_gone` if
-  the process at the other end has ended, `Node.report_back` if it answers after all, and
+- `KeepLinks` (connections to other nodes): None, at once. The driver calls `Node.report_dead` if
+  the process at the other end has ended, `Node.report_alive` if it answers after all, and
   `Node.report_others` with what the other ends say of themselves. A driver may keep no links.
 - `Tell` (a line for people), `FinishJoin` (release the agent that waits for a round): None.
 
@@ -75,12 +75,25 @@ Words:
   successive runs of one id.
 - *node*: an agent of torchrun as the protocol sees it. Its *record* says what it does; the *beat*
   in the record grows with each *heartbeat*.
-- *silent*: the beat has stood still for the *lease*. *Lost*: it has stood still for the lease, the
-  reader's *lag* and the *forgiven* seconds together, or an accusation was not answered.
-- *doubted*: silent for its lease, and given one more because many fell silent at once.
-- *done*: its workers succeeded. *Gone*: it has left, is done or is lost.
-- *kept out*: people or the leader let no round name it. *Not admitted*: it asks for a round, and
-  the next round does not take it. *Unfit*: its check failed, and it asks for no round.
+- *silent*: the beat has stood still for the *lease*. `Situation.silent`, of the leader and of
+  commands; a node with one more lease is silent and not lost.
+- *doubted*: silent, and given one more lease because many fell silent at once. Set by
+  `FailureDetector.doubt`, read as ``forgiven``.
+- *accused*: a neighbour says in its record (``accuses``) that the node's process has ended. The
+  leader asks the node in the document (``accused``).
+- *lost*: silent for the lease, the reader's *lag* and the *forgiven* seconds together, or accused
+  without an answer. `Situation.lost` for a leader; ``document.lost`` for all nodes of a round that
+  goes on without it (``restart_on_loss=false``).
+- *done*: its workers succeeded (`Status.DONE`, which the node writes itself).
+- *gone*: it has left, is done or is lost. `Situation.is_gone`; the leader alone decides by it.
+- *absent*: a participant of the running round that is gone and has not come back, in
+  `Situation.absent`; the others are *present*.
+- *cut off*: a node takes itself for lost, because the store accepts no heartbeat of it, and stops
+  its workers. Set by `Contact`; only the node itself and its agent read it.
+- *unfit*: its check failed, and it asks for no round. The node writes it into its record.
+- *at fault*: the leader's verdict on the network check (`Faults.out`) makes the node unfit.
+- *kept out*: people or the leader let no round name it (`Situation.kept_out`). *Not admitted*: it
+  asks for a round, and the next round does not take it (`Situation.not_admitted`).
 - *round*: a number that grows with each change of membership. It *forms*, is *confirmed*, and
   *runs*. Its *participants* have ranks; ``world_id`` tells apart two rounds of one number.
 - *document*: the one value that all nodes agree on. Its *place* is its round and phase; a store

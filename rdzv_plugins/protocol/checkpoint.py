@@ -14,7 +14,7 @@ from rdzv_plugins.protocol.heartbeat import Heartbeat
 from rdzv_plugins.protocol.progress import Progress, Workers
 
 
-class Checkpoint:
+class OwnCheckpoint:
     """One node's part in checkpoints."""
 
     def __init__(self, workers: Workers, heartbeat: Heartbeat) -> None:

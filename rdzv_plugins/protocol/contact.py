@@ -21,8 +21,8 @@ class Standing(StrEnum):
 
     # The store accepts the node, as far as the node knows.
     ACCEPTED = "a"
-    # The store does not accept it, and it knows no node that the store accepts.
-    CUT_OFF = "c"
+    # A request has failed since its last accepted heartbeat.
+    FAILING = "f"
     # The store does not accept it, and others may go on without it.
     LOST = "l"
 
@@ -34,7 +34,7 @@ class Contact:
 
     Attributes:
         fails: a request has failed since the last accepted heartbeat.
-        cut_off: why this node stopped its workers; empty: the store has accepted a heartbeat since.
+        why_cut_off: why this node stopped its workers; empty once a heartbeat is accepted.
     """
 
     def __init__(self, rules: Rules, clock: Callable[[], float]) -> None:
@@ -46,7 +46,7 @@ class Contact:
         self._longest = 0.0
         self._stopped: float | None = None
         self.fails = False
-        self.cut_off = ""
+        self.why_cut_off = ""
         # The kinds of lines that the log has since the last accepted heartbeat.
         self._told: set[str] = set()
         # Since when the store may accept others; None: by the links none; -inf: another node is
@@ -58,7 +58,7 @@ class Contact:
         # Up to now, not to ``sent``: the heartbeat may have reached the store at any time between.
         self._longest = self.unheard
         self._accepted, self._denied, self.fails = sent, None, False
-        self.cut_off = ""
+        self.why_cut_off = ""
         self._told.clear()
 
     def denied(self) -> None:
@@ -101,7 +101,7 @@ class Contact:
         return max(self._longest, self._clock() - self._accepted)
 
     @property
-    def is_given_up(self) -> bool:
+    def is_cut_off(self) -> bool:
         """Whether this node takes itself for lost, so that its workers stop."""
         unheard = self._clock() - self._accepted
         return unheard >= self._rules.outage_limit or self._is_refused_alone
@@ -130,15 +130,15 @@ class Contact:
 
     def stop_workers(self) -> None:
         """Note that the workers are to stop, because this node takes itself for lost."""
-        self.cut_off = self._why
+        self.why_cut_off = self._why
 
     def news(self, at_work: bool, patience: float, error: Exception) -> Iterator[tuple[str, str]]:
         """Lines for the log, each once, by their kind; ``patience``: seconds of a join."""
-        if self.cut_off and "cut off" not in self._told:
+        if self.why_cut_off and "cut off" not in self._told:
             yield (
                 "cut off",
                 f"the others may go on without this node, so its agent stops the workers: "
-                f"{self.cut_off}; then it asks for a round again, for {patience:g} s ({error})",
+                f"{self.why_cut_off}; then it asks for a round again, for {patience:g} s ({error})",
             )
             self._told.add("cut off")
         if at_work and self._is_refused_with_all and "refused" not in self._told:

@@ -37,7 +37,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
 )
 from rdzv_plugins.protocol.policies.checkpoint import seconds_left
-from rdzv_plugins.protocol.policies.policy import Again, Moment
+from rdzv_plugins.protocol.policies.policy import Again, Stage
 from rdzv_plugins.protocol.roster import MISSING
 from rdzv_plugins.protocol.rounds import (
     amended,
@@ -201,7 +201,7 @@ def _end_with_the_run(view: View) -> Action | None:
     return Fail(Failure.SPARE_CLOSED if spare else Failure.CLOSED)
 
 
-def _stay_out(view: View) -> Action | None:
+def _follow_while_unfit(view: View) -> Action | None:
     """Unfit nodes: an unfit node gives up the lead and learns the end of its run."""
     document, latest = view.document, view.latest
     if view.record.status is not Status.LEFT:
@@ -267,7 +267,7 @@ def _is_behind(document: RoundDocument | None, latest: RoundDocument) -> bool:
 _BY_WHAT_IT_HAS_READ: tuple[_Decides, ...] = (
     _start_what_ran,
     _end_with_the_run,  # Closed stays closed.
-    _stay_out,  # Unfit nodes.
+    _follow_while_unfit,  # Unfit nodes.
     _look_for_the_own_run,
     _begin_the_run,
     _write_back,  # A store that forgets.
@@ -275,7 +275,7 @@ _BY_WHAT_IT_HAS_READ: tuple[_Decides, ...] = (
 
 
 def _give_up(view: View, document: RoundDocument) -> Action | None:
-    """Drain and links: end the join of a node that policies have no place for."""
+    """Drain and network check: end the join of a node that policies have no place for."""
     if not view.joining or (why := policies.leaves(view, document)) is None:
         return None
     return Fail(why)
@@ -412,24 +412,24 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
     """
     leader = document.leader
     if leader is None:
-        if view.document_age < (turn := _turn(view, document)):
+        if view.document_age < (turn := _successor_pause(view, document)):
             return Wait(turn - view.document_age)
         return Write(replace(document, leader=view.me))
     if (action := _ask_the_leader(view, document, leader)) is not None:
         return action
-    lease = view.lease_and_lag(leader)
+    patience = view.lease_and_lag(leader)
     # The leader's heartbeat carries its count of listings an interval later than they happen.
-    idle = lease + (view.leader.interval if view.leader else view.rules.interval)
-    if view.confirmed_silence(leader) < lease and view.confirmed_idleness < idle:
+    idle = patience + (view.leader.interval if view.leader else view.rules.interval)
+    if view.confirmed_silence(leader) < patience and view.confirmed_idleness < idle:
         return Wait(
-            max(0.0, min(lease - view.possible_silence(leader), idle - view.possible_idleness))
+            max(0.0, min(patience - view.possible_silence(leader), idle - view.possible_idleness))
         )
-    turn = _turn(view, document)
-    if view.confirmed_silence(leader) >= lease + turn:
+    turn = _successor_pause(view, document)
+    if view.confirmed_silence(leader) >= patience + turn:
         return Write(_replacing_the_dead(view, document, leader))
     if view.confirmed_idleness >= idle + turn:
         return Write(replace(document, leader=view.me))
-    until = (lease + turn - view.possible_silence(leader), idle + turn - view.possible_idleness)
+    until = (patience + turn - view.possible_silence(leader), idle + turn - view.possible_idleness)
     return Wait(max(0.0, min(until)))
 
 
@@ -455,7 +455,7 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
     return Write(replace(document, leader=view.me))
 
 
-def _turn(view: View, document: RoundDocument) -> float:
+def _successor_pause(view: View, document: RoundDocument) -> float:
     """Seconds that this node waits for other successors; they take turns in rank order."""
     rank = document.ranks.get(view.me, document.old_ranks.get(view.me))
     turn = _spread(view, document)
@@ -569,12 +569,12 @@ def _is_late(view: View, node: str, record: NodeRecord | None) -> bool:
 
 
 def _judge_before_all(view: View, at: Situation) -> Action | None:
-    return _judge(view, at, Moment.BEFORE_ALL)
+    return _judge(view, at, Stage.BEFORE_ALL)
 
 
-def _judge(view: View, at: Situation, moment: Moment) -> Action | None:
-    """The verdict of policies at this moment; None: they have none."""
-    verdict = policies.judged(view, at, moment)
+def _judge(view: View, at: Situation, stage: Stage) -> Action | None:
+    """The verdict of policies at this stage; None: they have none."""
+    verdict = policies.judged(view, at, stage)
     if not isinstance(verdict, Again):
         return verdict
     if (left := verdict.seconds - view.document_age) > 0:
@@ -586,7 +586,7 @@ _IN_ANY_PHASE: tuple[_Leads, ...] = (
     _form_without_the_roster,
     _ask_the_accused,  # Accusations.
     _doubt,
-    _judge_before_all,  # Exclusions and no progress.
+    _judge_before_all,  # Exclusions, no progress and checkpoint.
 )
 
 
@@ -634,7 +634,7 @@ def _name_the_gone(view: View, at: Situation) -> Action | None:
 
 
 def _judge_too_few(view: View, at: Situation) -> Action | None:
-    return None if at.has_enough else _judge(view, at, Moment.TOO_FEW)
+    return None if at.has_enough else _judge(view, at, Stage.TOO_FEW)
 
 
 def _await_more(view: View, at: Situation) -> Action | None:
@@ -645,10 +645,6 @@ def _await_more(view: View, at: Situation) -> Action | None:
         return Wait(None)
     held = policies.holds(view, at)
     return Wait(held.seconds, enough=True) if held is not None else None
-
-
-def _judge_the_names(view: View, at: Situation) -> Action | None:
-    return _judge(view, at, Moment.NAMES)
 
 
 def _name_participants(view: View, at: Situation) -> Action | None:
@@ -663,7 +659,6 @@ _FORMING: tuple[_Leads, ...] = (
     _name_the_gone,
     _judge_too_few,  # Quarantine.
     _await_more,  # Last call and growth.
-    _judge_the_names,  # Exclusions.
     _name_participants,  # Rank order, units and segments, quarantine and fencing token.
 )
 
@@ -681,7 +676,7 @@ def _form_anew(view: View, at: Situation) -> Action | None:
     if not (at.newly_gone or at.rejoined or at.taken_out):
         return None
     # This round never ran, so its cause still counts.
-    cause = amended(at.document.cause, at.records, at.newly_gone, at.gone_by)
+    cause = amended(at.document.cause, at.records, at.newly_gone, at.by_accusation)
     cause = naming(cause, at, at.taken_out)
     return Write(next_round(view, at.document, at.newly_gone, 0, cause, at.taken_out))
 
@@ -692,8 +687,8 @@ def _await_confirmations(view: View, at: Situation) -> Action | None:
     return Wait(_until_lease(view, at.document.participants))
 
 
-def _judge_the_round(view: View, at: Situation) -> Action | None:
-    return _judge(view, at, Moment.RUNS)
+def _judge_before_running(view: View, at: Situation) -> Action | None:
+    return _judge(view, at, Stage.BEFORE_RUNNING)
 
 
 def _run(view: View, at: Situation) -> Action | None:
@@ -706,7 +701,7 @@ def _run(view: View, at: Situation) -> Action | None:
 _CONFIRMING: tuple[_Leads, ...] = (
     _form_anew,  # Leases, leave and drain.
     _await_confirmations,
-    _judge_the_round,  # Links.
+    _judge_before_running,  # Network check.
     _run,
 )
 
@@ -727,20 +722,20 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
     failed = [node for node in at.rejoined if records[node].failed]
     # A node without failed workers joins again if the store forgot its round.
     joined = [*at.newcomers, *without(at.rejoined, failed)]
-    cause = amended(Cause(), records, at.missing, at.gone_by).plus(
+    cause = amended(Cause(), records, at.absent, at.by_accusation).plus(
         failed=[records[node].label for node in failed],
         joined=[records[node].label for node in joined],
     )
     cause = naming(cause, at, at.taken_out)
-    gone = at.missing | at.done
+    gone = at.absent | at.done
     return Write(next_round(view, document, gone, len(at.newcomers), cause, at.taken_out))
 
 
 def _note_the_lost(view: View, at: Situation) -> Action | None:
     """Note lost participants without which the round goes on, and participants that are back."""
-    if at.missing == {*at.document.lost}:
+    if at.absent == {*at.document.lost}:
         return None
-    return Write(replace(at.document, lost=tuple(sorted(at.missing))))
+    return Write(replace(at.document, lost=tuple(sorted(at.absent))))
 
 
 def _close_when_done(view: View, at: Situation) -> Action | None:
@@ -748,7 +743,7 @@ def _close_when_done(view: View, at: Situation) -> Action | None:
 
     Done nodes may wait in torch's exit barrier for lost nodes, or for each other.
     """
-    if at.done and at.done >= {*at.document.participants} - at.missing:
+    if at.done and at.done >= {*at.document.participants} - at.absent:
         return Close(at.document, Outcome.SUCCEEDED, "its workers succeeded")
     return None
 

@@ -187,9 +187,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why a round forms, by what happened to which nodes. Amended while the round forms.
 
     Attributes:
-        lost: nodes whose leases ran out, or whose processes are ``gone``.
-        gone: for some lost nodes whose processes have ended: label, and the label of the node that
-            found out.
+        lost: nodes whose leases ran out, or that are lost ``by_accusation``.
+        by_accusation: for some lost nodes whose processes have ended: label, and the label of the
+            node that found out.
         left: nodes that announced that they leave.
         failed: nodes that asked for another round because their workers failed, and nodes that left
             because their workers or agents failed.
@@ -205,7 +205,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     lost: Names = Names()
-    gone: Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=64)] = ()
+    by_accusation: Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=64)] = ()
     left: Names = Names()
     failed: Names = Names()
     joined: Names = Names()
@@ -248,12 +248,12 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """This cause with the nodes, by label, whose processes have ended, and who found out."""
         if not gone:
             return self
-        by = {**dict(self.gone), **{label: it.by for label, it in gone.items()}}
-        return replace(self, gone=tuple(by.items())[:_NAMES_KEPT])
+        by = {**dict(self.by_accusation), **{label: it.by for label, it in gone.items()}}
+        return replace(self, by_accusation=tuple(by.items())[:_NAMES_KEPT])
 
     @property
     def _why_lost(self) -> str:
-        gone = {label: by for label, by in self.gone if label in self.lost}
+        gone = {label: by for label, by in self.by_accusation if label in self.lost}
         silent = self.lost.without(gone)
         parts = [f"lost {silent}: lease ran out"] if silent else []
         for by in dict.fromkeys(gone.values()):
@@ -434,7 +434,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         waiting: how many nodes waited when the document was written.
         cause: why the round forms; of a closed run, why it was closed.
         finishing: a participant's workers succeeded, so no newcomer is let in.
-        expires: of a closed run: its keys expire after ``closed_ttl``.
+        expires: of a closed run: its keys expire after `Rules.sweep_after`.
         ran: `world_id` of the round that runs. It stays until the next round has its participants,
             for nodes that did not see their round run before it ended.
         master: ``address:port`` of rank 0's TCPStore in the round that runs or ran last.

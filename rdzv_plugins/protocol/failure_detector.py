@@ -20,7 +20,8 @@ class Watched:
             grace was given instead; None: the node was never doubted.
         moved: the beat has moved since the window began, so the node lives.
         last: the last beat that was seen, even if the record is gone now; -1: none was.
-        gone: the record was missing since ``last``; if it is missing again, no window begins again.
+        was_absent: the store had no record since ``last``; if it has none again, no window begins
+            again.
     """
 
     beat: int | None
@@ -30,20 +31,20 @@ class Watched:
     forgiven: float | None = None
     moved: bool = False
     last: int = -1
-    gone: bool = False
+    was_absent: bool = False
 
     @property
     def silence(self) -> float:
         """Seconds for which the beat is known to have stood still: up to the last look."""
         return max(0.0, self.looked - self.since)
 
-    def patience(self, lease: float) -> float:
-        """Seconds of silence after which the node is lost; ``lease`` contains the lag."""
-        return lease + (self.forgiven or 0.0)
+    def patience(self, lease_and_lag: float) -> float:
+        """Seconds of silence after which the node is lost."""
+        return lease_and_lag + (self.forgiven or 0.0)
 
-    def is_lost(self, lease: float) -> bool:
+    def is_lost(self, lease_and_lag: float) -> bool:
         """Whether the node has been silent for its patience."""
-        return self.silence >= self.patience(lease)
+        return self.silence >= self.patience(lease_and_lag)
 
 
 class FailureDetector:
@@ -74,7 +75,7 @@ class FailureDetector:
             forgiven = 0.0 if now < self.grace_ends else None
             since = max(now, self.grace_ends)
             self._seen[node] = Watched(beat, since, now, forgiven=forgiven, last=last)
-        elif beat == seen.beat or (seen.gone if beat is None else beat <= seen.last):
+        elif beat == seen.beat or (seen.was_absent if beat is None else beat <= seen.last):
             # A beat that is the same or lower is no sign of life: no node writes it again.
             # `RecordCache` decides whether a lower beat is believed.
             seen.beat, seen.last, seen.looked, seen.stale = beat, last, asked, False
@@ -86,9 +87,8 @@ class FailureDetector:
             moved = seen.moved or (beat is not None and seen.beat is not None)
             since = now if beat is not None else max(seen.since, now)  # No sign of life.
             forgiven = None if beat is not None else seen.forgiven
-            gone = beat is None
             self._seen[node] = Watched(
-                beat, since, now, forgiven=forgiven, moved=moved, last=last, gone=gone
+                beat, since, now, forgiven=forgiven, moved=moved, last=last, was_absent=beat is None
             )
 
     def heard(self, node: str, now: float) -> None:

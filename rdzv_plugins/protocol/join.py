@@ -131,7 +131,7 @@ class Join:
             self.news = f"joined as {label}, --nnodes={record.min_nodes}:{record.max_nodes}"
         else:
             why = "its workers failed" if orders.failed else "its round is over"
-            why = f"it was cut off: {contact.cut_off}" if contact.cut_off else why
+            why = f"it was cut off: {contact.why_cut_off}" if contact.why_cut_off else why
             self.news = f"{label} asks for the next round: {why}"
         self._heartbeat.change(
             rings=True,

@@ -13,7 +13,7 @@ from rdzv_plugins.protocol.documents import BELL_KEY, Exclusion, Phase, RoundDoc
 from rdzv_plugins.protocol.effects import Effects, Expire, Park, PutShards, ReadExclusions, Tell
 from rdzv_plugins.protocol.heartbeat import Heartbeat
 from rdzv_plugins.protocol.observer import Observer
-from rdzv_plugins.protocol.policies.growth import last_call
+from rdzv_plugins.protocol.policies.growth import last_call_seconds
 from rdzv_plugins.protocol.round_record import Durations
 from rdzv_plugins.protocol.rules import Rules
 
@@ -66,12 +66,12 @@ class Lead:
     def carried(self, document: RoundDocument | None) -> tuple[Exclusion, ...] | None:
         return self._carried if self._looks_back_in(document) else None
 
-    def last_call(self) -> tuple[int, int] | None:
+    def call_to_announce(self) -> tuple[int, int] | None:
         """As `NodeRecord.last_call`."""
         document, began = self._seen.document, self._seen.since.enough
         if document is None or document.phase is not Phase.FORMING or began is None:
             return None
-        left = began + last_call(self._rules, document) - self._clock()
+        left = began + last_call_seconds(self._rules, document) - self._clock()
         if document.leader != self._id or left < _SHORTEST_CALL:
             return None
         return document.round, int(self._wall() + left)
@@ -153,7 +153,7 @@ class Lead:
         """Wait until a node rings the bell, then read all records."""
         document = self._seen.document
         assert document is not None
-        call, told = self.last_call(), self._heartbeat.record.last_call
+        call, told = self.call_to_announce(), self._heartbeat.record.last_call
         calls = call is not None and (told is None or told[0] != call[0])
         forms = document.phase is Phase.FORMING
         if calls or (forms and not self._looks_back_in(document)):

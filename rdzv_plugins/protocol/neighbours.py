@@ -66,7 +66,7 @@ class Neighbours:
     # In any thread.
 
     def report(self, node: str, is_gone: bool) -> None:
-        """As `Node.report_gone` and `Node.report_back`."""
+        """As `Node.report_dead` and `Node.report_alive`."""
         self._evidence.append((node, is_gone))
 
     def report_others(self, others: frozenset[Standing]) -> None:
@@ -94,10 +94,10 @@ class Neighbours:
         return self._linked_for[0]
 
     def take_up_others(self) -> None:
-        """Beat at once if others are cut off, to find out if the store refuses this node too."""
+        """Beat at once if others' requests fail: the store may refuse this node too."""
         if self._others_reported:
             self._others_reported = False
-            if Standing.CUT_OFF in self._others and not self._contact.fails:
+            if Standing.FAILING in self._others and not self._contact.fails:
                 self._heartbeat.require()
 
     def take_up_evidence(self) -> Effects[None]:

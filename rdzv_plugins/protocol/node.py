@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.sealed import ForeignValueError
 from rdzv_plugins.protocol import rules, words
-from rdzv_plugins.protocol.checkpoint import Checkpoint
+from rdzv_plugins.protocol.checkpoint import OwnCheckpoint
 from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
@@ -131,7 +131,7 @@ class Node:
         self._join = Join(
             self._orders, join_timeout, rules, clock, seen, self._heartbeat, self._contact
         )
-        self._checkpoint = Checkpoint(workers, self._heartbeat)
+        self._checkpoint = OwnCheckpoint(workers, self._heartbeat)
         self._lead = Lead(node_id, rules, clock, wall, seen, self._heartbeat)
         self._writer = Writer(
             node_id, rules, clock, chance, wall, seen, self._heartbeat, self._join, self._lead
@@ -178,7 +178,7 @@ class Node:
     @property
     def is_cut_off(self) -> bool:
         """Whether this node takes itself for lost while its workers run. Rule: not heard."""
-        return self._is_at_work and self._contact.is_given_up
+        return self._is_at_work and self._contact.is_cut_off
 
     @property
     def _is_at_work(self) -> bool:
@@ -193,8 +193,8 @@ class Node:
         if not contact.fails:
             return Standing.ACCEPTED
         is_over = document is not None and document.world_id != self._neighbours.linked_to
-        is_lost = is_over or contact.cut_off or contact.is_alone or contact.others_are_lost
-        return Standing.LOST if is_lost else Standing.CUT_OFF
+        is_lost = is_over or contact.why_cut_off or contact.is_alone or contact.others_are_lost
+        return Standing.LOST if is_lost else Standing.FAILING
 
     @property
     def outage_limit(self) -> float:
@@ -294,12 +294,12 @@ class Node:
             case DialPeer(attempt):
                 self._network.report(attempt, result)
 
-    def report_gone(self, node: str) -> None:
+    def report_dead(self, node: str) -> None:
         """Say that a node's process has ended, as far as a link tells. Like `order_join`."""
         self._neighbours.report(node, True)
 
-    def report_back(self, node: str) -> None:
-        """Say that a node answers after `report_gone`. Like `order_join`."""
+    def report_alive(self, node: str) -> None:
+        """Say that a node answers after `report_dead`. Like `order_join`."""
         self._neighbours.report(node, False)
 
     def report_others(self, others: frozenset[Standing]) -> None:
@@ -460,7 +460,7 @@ class Node:
                 yield from seen.read_document()
                 self._reads_first = False
             self._take_orders()  # Again, so that the next beat is up to date.
-            yield from self._heartbeat.keep_alive(self._lead.last_call)
+            yield from self._heartbeat.keep_alive(self._lead.call_to_announce)
         yield from seen.observe()
         for line in seen.unbelieved.take():
             yield from Tell("unreadable", f"it counts as absent: {line}")
@@ -502,7 +502,7 @@ class Node:
 
     def _take_orders(self) -> None:
         self._neighbours.take_up_others()
-        if self._orders.join and self.is_cut_off and not self._contact.cut_off:
+        if self._orders.join and self.is_cut_off and not self._contact.why_cut_off:
             self._contact.stop_workers()
         if self._join.take_orders():
             self._writer.draw_incarnation()
@@ -684,20 +684,20 @@ class Node:
         if outcome.document is None:
             # The node is in no round and asks for none until its agent asks again.
             try:
-                yield from self._stay_out(outcome)
+                yield from self._leave_the_join(outcome)
             except (RendezvousConnectionError, RendezvousStateError):
                 # The others wait for this node's lease; its agent learns the outcome anyway.
                 self._seen.read_again(document=True, records=True)
         yield from FinishJoin(outcome)
 
-    def _stay_out(self, outcome: JoinOutcome) -> Effects[None]:
+    def _leave_the_join(self, outcome: JoinOutcome) -> Effects[None]:
         if outcome.failure in (Failure.CLOSED, Failure.SPARE_CLOSED):
             self._heartbeat.amend(status=Status.LEFT, unfit="")
             yield from self._writer.clear_away()
             return
         if outcome.failure is Failure.DRAINED:
             self._heartbeat.amend(unfit="")
-        elif outcome.failure is Failure.CUT_OFF and self.document is not None:
+        elif outcome.failure is Failure.AT_FAULT and self.document is not None:
             self._join.suspect = True
             self._heartbeat.amend(unfit=self.document.faults.why_out(self.id))
         yield from self._leave()

@@ -96,7 +96,7 @@ def _may_run(document: RoundDocument, record: NodeRecord) -> bool:
 def evicting(at: Situation, gone: Iterable[str]) -> RoundDocument:
     """The forming round without nodes that are gone, or did not ask for it in time."""
     document, records = at.document, at.records
-    cause = amended(document.cause, records, gone, at.gone_by)
+    cause = amended(document.cause, records, gone, at.by_accusation)
     return replace(
         document,
         previous=without(document.previous, (*at.pending, *gone)),
@@ -119,7 +119,7 @@ def leaving_out(at: Situation, out: Collection[str]) -> RoundDocument:
 def without_the_gone(at: Situation, gone: Iterable[str]) -> RoundDocument:
     """The forming round without participants of the last one that are gone."""
     document = at.document
-    cause = amended(document.cause, at.records, gone, at.gone_by)
+    cause = amended(document.cause, at.records, gone, at.by_accusation)
     return replace(document, previous=without(document.previous, gone), cause=cause)
 
 
@@ -153,7 +153,7 @@ def naming_participants(at: Situation) -> RoundDocument:
     taken = {*chosen}
     failed = [records[node].label for node in survivors if records[node].failed]
     # `Situation.gone` includes nodes that had asked for this round and were lost since.
-    cause = amended(document.cause, records, at.gone, at.gone_by).plus(failed=failed)
+    cause = amended(document.cause, records, at.gone, at.by_accusation).plus(failed=failed)
     left_over = [records[node].label for node in survivors if node not in taken]
     if left_over or cause.held:  # cause.held is from rounds that never ran.
         cause = replace(

@@ -245,8 +245,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
     def patience(self, node: str) -> float:
         """As `Watched.patience`."""
-        seen, lease = self.watched.get(node), self.lease_and_lag(node)
-        return seen.patience(lease) if seen is not None else lease
+        seen, lease_and_lag = self.watched.get(node), self.lease_and_lag(node)
+        return seen.patience(lease_and_lag) if seen is not None else lease_and_lag
 
     def is_lost(self, node: str) -> bool:
         """Whether another node is lost by its heartbeats: `Watched.is_lost`."""
@@ -265,7 +265,7 @@ class Failure(StrEnum):
     """The run was closed while this node waited as a spare."""
     DRAINED = "drained"
     """A person took this node out of the run."""
-    CUT_OFF = "cut off"
+    AT_FAULT = "at fault"
     """This node failed the network check with several others, and is unfit."""
     MISMATCH = "mismatch"
     """The run was started with other ``--nnodes``."""

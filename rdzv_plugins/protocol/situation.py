@@ -38,7 +38,7 @@ def assess(view: View, document: RoundDocument) -> Situation:
         rules=view.rules,
         wall=view.wall,
         lost=lost_nodes(view, document, records).union(gone),
-        gone_by=gone,
+        by_accusation=gone,
         silent=_silent_nodes(view, document, records),
         back=frozenset(node for node in document.lost if node == view.me or view.moved(node)),
     )
@@ -101,7 +101,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         rules: the run's settings, as far as they are known.
         wall: seconds since the epoch, on the wall clock of the node or observer.
         lost: nodes that are lost by their heartbeats (`View.is_lost`), or whose processes are gone.
-        gone_by: the lost nodes whose processes are gone, each with its accusation.
+        by_accusation: the lost nodes whose processes are gone, each with its accusation.
         silent: nodes that do not count as live, because their leases have run out even if they have
             one more lease; for an outside observer, because a heartbeat is overdue.
         back: nodes that the document gives up as lost, and that beat again.
@@ -112,7 +112,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     rules: Rules
     wall: float
     lost: frozenset[str] = _NOBODY
-    gone_by: Mapping[str, Accusation] = {}
+    by_accusation: Mapping[str, Accusation] = {}
     silent: frozenset[str] = _NOBODY
     back: frozenset[str] = _NOBODY
 
@@ -129,7 +129,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             for node, record in self.records.items()
             if record.status is not Status.LEFT
             and node not in self.silent
-            and node not in self.gone_by
+            and node not in self.by_accusation
         }
 
     @derived
@@ -257,10 +257,10 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         ]
 
     @derived
-    def missing(self) -> set[str]:
+    def absent(self) -> set[str]:
         """Participants that are gone: the running round goes on without them, or has to end.
 
-        A node that was only cut off, and was not replaced, never stopped running.
+        A node that fell silent, and was not replaced, never stopped running.
         """
         returned = {
             node
@@ -275,8 +275,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def present(self) -> tuple[str, ...]:
-        """The participants that are not missing."""
-        return without(self.document.ranks, self.missing)
+        """The participants that are not absent."""
+        return without(self.document.ranks, self.absent)
 
     @derived
     def waiting(self) -> list[str]:
@@ -310,7 +310,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def room(self) -> int:
         """For how many more nodes the running round has room."""
-        return self.sizes.most - self.document.size + len(self.missing)
+        return self.sizes.most - self.document.size + len(self.absent)
 
     @derived
     def may_grow(self) -> bool:

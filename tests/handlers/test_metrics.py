@@ -501,7 +501,7 @@ class TestTheTable:
         assert found == {metric.name: metric.kind.value for metric in METRICS}
 
     def test_causes_and_states_are_the_protocols(self) -> None:
-        others = ("gone", "ended", "apart", "unfit", "why", "note")
+        others = ("by_accusation", "ended", "apart", "unfit", "why", "note")
         fields = [name for name in Cause.__struct_fields__ if name not in others]
         assert [*CAUSES[:-1]] == fields
         assert {*STATES} == {*State}

@@ -102,7 +102,7 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
     "note": lambda it: {"document": replace(DOCUMENT, cause=Cause(note=it))},
     "lost": lambda it: {"document": replace(DOCUMENT, cause=Cause(lost=Names((it,))))},
     "gone": lambda it: {
-        "document": replace(DOCUMENT, cause=Cause(lost=Names(("a",)), gone=(("a", it),)))
+        "document": replace(DOCUMENT, cause=Cause(lost=Names(("a",)), by_accusation=(("a", it),)))
     },
     "why": lambda it: {
         "document": replace(DOCUMENT, cause=Cause(excluded=Names(("a",)), why=it)),

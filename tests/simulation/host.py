@@ -273,7 +273,7 @@ class Host:
             return
         self.world.note(f"{self.id} finds {node} {'gone' if gone else 'back'}")
         self._did.clear()
-        (self.node.report_gone if gone else self.node.report_back)(node)
+        (self.node.report_dead if gone else self.node.report_alive)(node)
         self._nudge()
 
     def hear_of_others(self, others: frozenset[Standing]) -> None:
@@ -509,7 +509,7 @@ class Host:
         world.note(f"{self.id}: its join failed: {outcome.failure or outcome.error}")
         world.checker.stopped(self.id, self.node.record.beat)
         world.join_failed(self, outcome.failure)
-        if outcome.failure is Failure.CUT_OFF:
+        if outcome.failure is Failure.AT_FAULT:
             self._set(Agent.UNFIT)
             world.checker.unfit(self.id, self.node.record.beat - 1)
             world.kernel.after(0.0, self._stay_cut_off, self._shift)

@@ -27,7 +27,7 @@ from rdzv_plugins import protocol
 from rdzv_plugins.kv import Attempts, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.protocol import accusations, cleanup, parting, roster, rounds, situation, sizes
 from rdzv_plugins.protocol import decide as decisions
-from rdzv_plugins.protocol.checkpoint import Checkpoint
+from rdzv_plugins.protocol.checkpoint import OwnCheckpoint
 from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -554,7 +554,7 @@ def above_maximum(patch: Patch) -> None:
 
 @_mutant("last call: the round completes as soon as the minimum is reached")
 def no_last_call(patch: Patch) -> None:
-    patch(growth, "last_call", lambda *_: 0.0)
+    patch(growth, "last_call_seconds", lambda *_: 0.0)
 
 
 @_mutant("spares: a waiting node restarts a full round", seed=3)
@@ -1810,7 +1810,7 @@ def one_way_speaks_for_both(patch: Patch) -> None:
 def unheard_verdict(patch: Patch) -> None:
     def decide(original: Any, view: View) -> Action:
         action: Action = original(view)
-        if action == Fail(Failure.CUT_OFF) and view.document is not None:
+        if action == Fail(Failure.AT_FAULT) and view.document is not None:
             faults = replace(view.document.faults, out=())
             action = original(_with_document(view, faults=faults))
         return action
@@ -1930,7 +1930,7 @@ def tells_nobody_that_it_is_lost(patch: Patch) -> None:
         Node,
         "_standing",
         lambda standing, node: (
-            Standing.CUT_OFF if standing(node) is Standing.LOST else standing(node)
+            Standing.FAILING if standing(node) is Standing.LOST else standing(node)
         ),
     )
 
@@ -2085,9 +2085,9 @@ def grows_unasked(patch: Patch) -> None:
 def no_last_call_after_a_loss(patch: Patch) -> None:
     patch(
         growth,
-        "last_call",
-        lambda last_call, rules, document, *of: (
-            last_call(rules, document, *of) if document.round == 0 else 0.0
+        "last_call_seconds",
+        lambda last_call_seconds, rules, document, *of: (
+            last_call_seconds(rules, document, *of) if document.round == 0 else 0.0
         ),
     )
 
@@ -2230,7 +2230,7 @@ def heeds_no_accusation(patch: Patch) -> None:
 
 @_mutant("a node whose link broke says so in its record, and rings", 35, _DIES)
 def keeps_what_it_found(patch: Patch) -> None:
-    patch(Node, "report_gone", lambda *_: None)
+    patch(Node, "report_dead", lambda *_: None)
 
 
 @_mutant("who has confirmed its rank has links soon, though the round does not run", 525, _DIES)
@@ -2279,18 +2279,18 @@ def agrees_before_all_have_answered(patch: Patch) -> None:
 
 @_mutant("checkpoint: a node refuses a step that one of its workers has passed", focus=_SAVES)
 def accepts_a_step_that_was_passed(patch: Patch) -> None:
-    def answer(original: Any, mine: Checkpoint, step: int) -> None:
+    def answer(original: Any, mine: OwnCheckpoint, step: int) -> None:
         mine._workers.propose(step)
         mine._open = step
         mine._heartbeat.change(rings=True, answer=(step, step - 1))
 
-    patch(Checkpoint, "_answer", answer)
+    patch(OwnCheckpoint, "_answer", answer)
 
 
 @_mutant("checkpoint: a node that has accepted a step waits for the verdict", focus=_SAVES)
 def saves_before_the_run_has_agreed(patch: Patch) -> None:
-    def answer(original: Any, mine: Checkpoint, step: int) -> None:
+    def answer(original: Any, mine: OwnCheckpoint, step: int) -> None:
         original(mine, step)
         mine._workers.settle(step, True)
 
-    patch(Checkpoint, "_answer", answer)
+    patch(OwnCheckpoint, "_answer", answer)

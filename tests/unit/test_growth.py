@@ -10,7 +10,7 @@ import pytest
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import Cause, Names, Outcome, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.policies import noted
-from rdzv_plugins.protocol.policies.growth import last_call, why_not_grow
+from rdzv_plugins.protocol.policies.growth import last_call_seconds, why_not_grow
 from rdzv_plugins.protocol.rounds import next_round
 from rdzv_plugins.protocol.rules import Close, Rules, View
 from rdzv_plugins.protocol.situation import assess
@@ -132,24 +132,24 @@ class TestTheLastCall:
         return document(Phase.FORMING, round_, cause=Cause(**names))
 
     def test_a_first_round_waits(self) -> None:
-        assert last_call(self.RULES, self.named(0)) == 30.0
+        assert last_call_seconds(self.RULES, self.named(0)) == 30.0
 
     @pytest.mark.parametrize("of", ["failed", "joined"])
     def test_a_restart_with_all_nodes_waits_for_nobody(self, of: str) -> None:
-        assert last_call(self.RULES, self.named(3, **{of: ("n1[1]",)})) == 0.0
+        assert last_call_seconds(self.RULES, self.named(3, **{of: ("n1[1]",)})) == 0.0
 
     @pytest.mark.parametrize("of", ["lost", "left", "evicted"])
     def test_one_after_a_loss_waits_for_a_replacement(self, of: str) -> None:
         now = self.named(3, **{of: ("n1[1]",), "failed": ("n2[1]",)})
-        assert last_call(self.RULES, now) == 30.0
-        assert last_call(replace(self.RULES, replacement=2.0), now) == 2.0
-        assert last_call(replace(self.RULES, replacement=0.0), now) == 0.0
+        assert last_call_seconds(self.RULES, now) == 30.0
+        assert last_call_seconds(replace(self.RULES, replacement=2.0), now) == 2.0
+        assert last_call_seconds(replace(self.RULES, replacement=0.0), now) == 0.0
 
     def test_one_waits_no_longer_once_each_is_replaced(self) -> None:
         """Such as by an agent that its supervisor started again before the lease was over."""
         now = replace(self.named(3, lost=("n1[1]",), left=("n2[1]",)), previous=("n3", "n4"))
-        assert last_call(self.RULES, now, 3) == 30.0
-        assert last_call(self.RULES, now, 4) == 0.0
+        assert last_call_seconds(self.RULES, now, 3) == 30.0
+        assert last_call_seconds(self.RULES, now, 4) == 0.0
 
     def test_it_runs_while_the_round_trains(self) -> None:
         here = leads(newcomers=1)

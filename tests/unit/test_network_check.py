@@ -43,7 +43,7 @@ def part(crowd: Crowd, *cut: str, links: frozenset[frozenset[str]] = frozenset()
 def sits_out(member: Member) -> str:
     """What the handler does with a node that was found to be cut off; returns why."""
     ((_, outcome),) = member.failed
-    assert outcome.failure is Failure.CUT_OFF
+    assert outcome.failure is Failure.AT_FAULT
     member.failed.clear()
     member.alive = True
     member.node.report_unfit(record(member).unfit)

@@ -13,7 +13,7 @@ import pytest
 from rdzv_plugins.protocol import policies
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import Phase, Status
-from rdzv_plugins.protocol.policies.policy import Moment, Policy
+from rdzv_plugins.protocol.policies.policy import Policy, Stage
 from rdzv_plugins.protocol.rules import Rules, SetRecord, View
 from rdzv_plugins.protocol.situation import assess
 from rdzv_plugins.protocol.words import of_node
@@ -86,7 +86,7 @@ class TestQuestions:
         assert not nobody.admit(at, at.ready)
         assert nobody.choose(at, ["n2", "n1"]) == ["n2", "n1"]
         assert nobody.hold(here, at) is None
-        assert all(nobody.judge(here, at, moment) is None for moment in Moment)
+        assert all(nobody.judge(here, at, stage) is None for stage in Stage)
         assert nobody.note(here, at, here.document) is here.document
         assert not nobody.delays(here, here.document)
         assert nobody.leave(here, here.document) is None

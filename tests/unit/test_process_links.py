@@ -587,22 +587,22 @@ def test_each_end_hears_what_the_other_one_says_of_itself(
 
     linked(watcher, proxy.address[1])
     assert hears(Standing.ACCEPTED)
-    peer.say(Standing.CUT_OFF)
-    assert hears(Standing.CUT_OFF)
+    peer.say(Standing.FAILING)
+    assert hears(Standing.FAILING)
     # A peer that says nothing may be accepted: a stranger, and one to whom no link stands.
     stranger = greeted(watcher)
-    assert hears(Standing.CUT_OFF, Standing.ACCEPTED)
+    assert hears(Standing.FAILING, Standing.ACCEPTED)
     stranger.sendall(Standing.LOST.encode())
-    assert hears(Standing.CUT_OFF, Standing.LOST)
+    assert hears(Standing.FAILING, Standing.LOST)
     stranger.close()
-    assert hears(Standing.CUT_OFF)
+    assert hears(Standing.FAILING)
     proxy.close()
     assert hears(Standing.ACCEPTED)
 
 
 def test_what_it_says_of_itself_is_said_over_links_that_others_make_later(watcher: Watcher) -> None:
-    watcher.links.hold({}, Standing.CUT_OFF)
+    watcher.links.hold({}, Standing.FAILING)
     with greeted(watcher) as line:
-        assert line.recv(1) == Standing.CUT_OFF.encode()
+        assert line.recv(1) == Standing.FAILING.encode()
         watcher.links.hold({}, Standing.ACCEPTED)
         assert line.recv(1) == Standing.ACCEPTED.encode()

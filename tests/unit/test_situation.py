@@ -14,7 +14,7 @@ FORMS = document(Phase.FORMING, round_=5, previous=("n1", "n2", "n3"))
 BACK = joining("n1", "n2", round_=4)
 
 FORMING = ("kept_out", "live", "awaited", "gone", "pending", "asking", "ready", "size", "overdue")
-RUNNING = (*FORMING[:2], "done", "missing", "present", "waiting", "newcomers", "growth", "room")
+RUNNING = (*FORMING[:2], "done", "absent", "present", "waiting", "newcomers", "growth", "room")
 
 
 def of_both(

@@ -16,7 +16,7 @@ from rdzv_plugins.protocol.policies.growth import Growth
 from rdzv_plugins.protocol.policies.kept_out import KeptOut
 from rdzv_plugins.protocol.policies.network import Network
 from rdzv_plugins.protocol.policies.no_progress import NoProgress
-from rdzv_plugins.protocol.policies.policy import NOTHING, Again, Moment, Policy, Reason
+from rdzv_plugins.protocol.policies.policy import NOTHING, Again, Policy, Reason, Stage
 from rdzv_plugins.protocol.policies.quarantine import Quarantine
 from rdzv_plugins.protocol.policies.ranks import Ranks
 from rdzv_plugins.protocol.policies.selection import Selection
@@ -85,9 +85,9 @@ def holds(view: View, at: Situation) -> Reason | None:
     return next((it for it in answers if it is not None), None)
 
 
-def judged(view: View, at: Situation, moment: Moment) -> Action | Again | None:
+def judged(view: View, at: Situation, stage: Stage) -> Action | Again | None:
     """The action that a policy demands first; None: there is none."""
-    answers = (policy.judge(view, at, moment) for policy in POLICIES)
+    answers = (policy.judge(view, at, stage) for policy in POLICIES)
     return next((it for it in answers if it is not None), None)
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, Saving
 from rdzv_plugins.protocol.policies.growth import why_not_grow
-from rdzv_plugins.protocol.policies.policy import Moment, Policy
+from rdzv_plugins.protocol.policies.policy import Policy, Stage
 from rdzv_plugins.protocol.rules import Action, View, Write
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ MOST_REFUSALS = 16
 class Checkpoint(Policy):
     """Rule: checkpoint. The leader names a step, agrees on it, and notes that it was saved."""
 
-    def judge(self, view: View, at: Situation, moment: Moment) -> Action | None:
-        if moment is not Moment.BEFORE_ALL or at.document.phase is not Phase.RUNNING:
+    def judge(self, view: View, at: Situation, stage: Stage) -> Action | None:
+        if stage is not Stage.BEFORE_ALL or at.document.phase is not Phase.RUNNING:
             return None
         after = _following(view, at)
         return Write(replace(at.document, saving=after)) if after != at.document.saving else None
@@ -49,12 +49,12 @@ def is_wanted(view: View, at: Situation) -> bool:
         return True
     if not at.growth or not (at.document.resize or view.rules.grow == "checkpoint"):
         return False
-    return why_not_grow(view, at.growth, at.room, True, lost=len(at.missing)) is None
+    return why_not_grow(view, at.growth, at.room, True, lost=len(at.absent)) is None
 
 
 def _is_possible(at: Situation) -> bool:
     """Whether every participant is there, and the workers of each tell their steps."""
-    return not (at.missing or at.done) and all(
+    return not (at.absent or at.done) and all(
         (record := at.records.get(node)) is not None
         and record.world_id == at.document.world_id
         and record.step is not None

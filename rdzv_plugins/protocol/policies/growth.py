@@ -20,10 +20,10 @@ class Growth(Policy):
 
     def hold(self, view: View, at: Situation) -> Reason | None:
         if at.document.phase is Phase.FORMING:
-            left = last_call(view.rules, at.document, at.size) - (view.enough_for or 0.0)
+            left = last_call_seconds(view.rules, at.document, at.size) - (view.enough_for or 0.0)
             return Reason(seconds=left) if left > 0 else None
         return why_not_grow(
-            view, at.growth, at.room, at.may_grow or _has_saved(at.document), lost=len(at.missing)
+            view, at.growth, at.room, at.may_grow or _has_saved(at.document), lost=len(at.absent)
         )
 
     def delays(self, view: View, document: RoundDocument) -> bool:
@@ -64,7 +64,7 @@ def why_not_grow(
     return Reason(seconds=seconds, limit=limit) if seconds > 0 else None
 
 
-def last_call(rules: Rules, document: RoundDocument, size: int = 0) -> float:
+def last_call_seconds(rules: Rules, document: RoundDocument, size: int = 0) -> float:
     """Seconds that a forming round of ``size`` nodes, if enough, waits for more. Rule: growth.
 
     A restart waits only for replacements, until the round is as large as the last one, because new

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from rdzv_plugins.protocol.documents import Exclusion, NodeRecord, Phase, RoundDocument
-from rdzv_plugins.protocol.policies.policy import NOTHING, Moment, Policy, Reason
+from rdzv_plugins.protocol.policies.policy import NOTHING, Policy, Reason, Stage
 from rdzv_plugins.protocol.rules import Action, Failure, View, Write
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class KeptOut(Policy):
         drained = Reason(document.drain_why, cause="drained")
         return {**excluded, **dict.fromkeys(document.drained, drained)}
 
-    def judge(self, view: View, at: Situation, moment: Moment) -> Action | None:
-        if moment is Moment.BEFORE_ALL and view.carried:
+    def judge(self, view: View, at: Situation, stage: Stage) -> Action | None:
+        if stage is Stage.BEFORE_ALL and view.carried:
             after = carried_over(at.document, view.carried)
             return Write(after) if after != at.document else None
         return None

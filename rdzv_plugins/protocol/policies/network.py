@@ -23,7 +23,7 @@ from rdzv_plugins.protocol.documents import (
     Status,
     labels,
 )
-from rdzv_plugins.protocol.policies.policy import NOTHING, Again, Moment, Policy, Reason
+from rdzv_plugins.protocol.policies.policy import NOTHING, Again, Policy, Reason, Stage
 from rdzv_plugins.protocol.rules import Failure, Rules, View
 from rdzv_plugins.protocol.sizes import world_size
 
@@ -48,7 +48,7 @@ Link = tuple[str, str]
 
 
 class Network(Policy):
-    """Rule: network check. Rule: links."""
+    """Rule: network check."""
 
     def admit(self, at: Situation, nodes: Collection[str]) -> Mapping[str, Reason]:
         document = at.document
@@ -64,8 +64,8 @@ class Network(Policy):
         # No running round ends for a suspect node: it comes in when a round forms anyway.
         return {node: Reason() for node in nodes if at.records[node].suspect}
 
-    def judge(self, view: View, at: Situation, moment: Moment) -> Again | None:
-        if moment is not Moment.RUNS:
+    def judge(self, view: View, at: Situation, stage: Stage) -> Again | None:
+        if stage is not Stage.BEFORE_RUNNING:
             return None
         verdict = verdict_on(at.document, at.records, view.rules)
         if verdict.runs:
@@ -93,7 +93,7 @@ class Network(Policy):
         if document.phase is not Phase.FORMING or record.status is not Status.RUN:
             return None
         was_in_it = (record.incarnation, record.round) == (document.incarnation, document.round - 1)
-        return Failure.CUT_OFF if was_in_it and document.faults.why_out(view.me) else None
+        return Failure.AT_FAULT if was_in_it and document.faults.why_out(view.me) else None
 
 
 def partner_in(ranks: Mapping[str, int], me: str, round_: int) -> str | None:

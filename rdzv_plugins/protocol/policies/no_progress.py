@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from rdzv_plugins.protocol.documents import Cause, Outcome, Phase, RoundDocument
-from rdzv_plugins.protocol.policies.policy import Moment, Policy
+from rdzv_plugins.protocol.policies.policy import Policy, Stage
 from rdzv_plugins.protocol.rules import Action, Close, View
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class NoProgress(Policy):
     """Rule: no progress. The document counts the short rounds in a row."""
 
-    def judge(self, view: View, at: Situation, moment: Moment) -> Action | None:
+    def judge(self, view: View, at: Situation, stage: Stage) -> Action | None:
         rules, document = view.rules, at.document
-        if moment is not Moment.BEFORE_ALL or document.phase is not Phase.FORMING:
+        if stage is not Stage.BEFORE_ALL or document.phase is not Phase.FORMING:
             return None
         if not 0 < rules.no_progress_rounds <= document.short_rounds:
             return None

@@ -45,16 +45,14 @@ class Again(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class Moment(Enum):
+class Stage(Enum):
     """When a leader asks a policy for its verdict."""
 
     BEFORE_ALL = auto()
     """In any phase: the leader has all records, and has decided nothing yet."""
     TOO_FEW = auto()
     """A round forms, too few nodes are ready, and no node of the last round is awaited."""
-    NAMES = auto()
-    """The leader would give ranks now."""
-    RUNS = auto()
+    BEFORE_RUNNING = auto()
     """All participants have confirmed their rank: the leader would let the round run now."""
 
 
@@ -92,7 +90,7 @@ class Policy:
         """Why waiting nodes do not come in yet, or why a round that has enough nodes waits."""
         return None
 
-    def judge(self, view: View, at: Situation, moment: Moment) -> Action | Again | None:
+    def judge(self, view: View, at: Situation, stage: Stage) -> Action | Again | None:
         """The action to do first; or `Again` if a round that would run must not."""
         return None
 

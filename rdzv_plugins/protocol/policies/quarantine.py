@@ -17,7 +17,7 @@ from rdzv_plugins.protocol.documents import (
     Strikes,
 )
 from rdzv_plugins.protocol.policies.kept_out import in_force, without_hosts
-from rdzv_plugins.protocol.policies.policy import Moment, Policy
+from rdzv_plugins.protocol.policies.policy import Policy, Stage
 from rdzv_plugins.protocol.rules import Rules, View, Write
 from rdzv_plugins.protocol.sizes import Sizes, world_size
 
@@ -39,8 +39,8 @@ _HOSTS_KEPT = 32
 class Quarantine(Policy):
     """Rule: quarantine. `KeptOut` keeps out the hosts that this policy puts into the document."""
 
-    def judge(self, view: View, at: Situation, moment: Moment) -> Write | None:
-        if moment is not Moment.TOO_FEW:
+    def judge(self, view: View, at: Situation, stage: Stage) -> Write | None:
+        if stage is not Stage.TOO_FEW:
             return None
         after = let_in(at.document, at.records, at.asking, at.ready, view.rules, view.wall)
         return Write(after) if after is not None else None
