@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.protocol.effects import Tell
@@ -47,13 +48,16 @@ class RunLog:
 
     The fields: ``rdzv_run`` (the run's id), ``rdzv_round`` (the latest round's number, or None),
     ``rdzv_node`` (host[pid] of this node) and ``rdzv_cause`` (why that round, or why the run was
-    closed; may be empty).
+    closed; may be empty). ``command`` makes a command that a person can paste: `Archive.command`.
     """
 
-    def __init__(self, logger: logging.Logger, run_id: str, node: Node) -> None:
+    def __init__(
+        self, logger: logging.Logger, run_id: str, node: Node, command: Callable[..., str]
+    ) -> None:
         self._logger = logger
         self._run_id = run_id
         self._node = node
+        self._command = command
 
     def info(self, text: str) -> None:
         self._log(logging.INFO, text)
@@ -66,7 +70,10 @@ class RunLog:
 
     def tell(self, request: Tell) -> None:
         """Carry out the effect."""
-        self._log(logging.WARNING if request.warns else logging.INFO, request.text)
+        text = request.text
+        if request.command:
+            text = text.replace(f"rdzv {request.command[0]}", self._command(*request.command), 1)
+        self._log(logging.WARNING if request.warns else logging.INFO, text)
 
     def _log(self, level: int, text: str) -> None:
         if not self._logger.isEnabledFor(level):

@@ -88,7 +88,7 @@ class Driver:
         self._client = client
         self._archive = archive
         self._open_master = open_master
-        self._log = RunLog(log, run_id, node)
+        self._log = RunLog(log, run_id, node, archive.command)
         self._name = f"rdzv-{run_id}"
         self._thread: threading.Thread | None = None
         # The last thread of each kind, and earlier threads that still hang (in name resolution).

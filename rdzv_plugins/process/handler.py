@@ -176,7 +176,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             time.time,
             self._steps,
         )
-        self._log = RunLog(log, run_id, self._node)
+        self._log = RunLog(log, run_id, self._node, archive.command)
         self._refusal = Refusal(
             run_id, rules, self._node, client, archive, settings.join_timeout, store_is_here
         )
@@ -545,7 +545,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             ):
                 self._say_farewell()  # The node has been replaced.
 
-        return self._end(end, "this node could not close the run; rdzv close does")
+        close = self._archive.command("close")
+        return self._end(end, f"this node could not close the run; {close} does")
 
     def _costs_the_others(self) -> bool:
         """Whether this node, whose workers failed, should leave so that the others go on.
@@ -599,7 +600,8 @@ class StoreRendezvousHandler(RendezvousHandler):
                     new = f", and it was new: in the run for {service.seconds:.0f} s"
                 self._log.error(f"this node leaves the run, which goes on without it: {why}{new}")
 
-        return self._end(end, "this node could not close the run; rdzv close does")
+        close = self._archive.command("close")
+        return self._end(end, f"this node could not close the run; {close} does")
 
     def _await_store(self, request: Callable[[], T]) -> T:
         return retry(request, timeout=self._settings.close_timeout, retryable=store_is_away)

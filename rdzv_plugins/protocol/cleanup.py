@@ -174,6 +174,7 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
             "tombstone",
             "this node cannot note that the run has ended; if a node that was cut off writes it "
             f"back, rdzv clean deletes it: {failure}",
+            ("clean",),
         )
     done = replace(closed, expires=True)
     yield from CompareAndSet(STATE_KEY, done.encode(), version)

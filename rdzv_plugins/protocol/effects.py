@@ -192,10 +192,14 @@ class Tell(Effect[None], frozen=True):
     was slow), ``cut off`` (its workers stop), ``refused`` (the store refuses all nodes, so training
     goes on), ``two worlds`` (for how long there may have been two), ``tombstone`` and
     ``unreadable`` (a value that counts as absent).
+
+    `command` has the arguments of the command that the text names as "rdzv <name>"; the log has the
+    command as a person can paste it.
     """
 
     about: str
     text: str
+    command: tuple[str, ...] = ()
 
     @property
     def warns(self) -> bool:

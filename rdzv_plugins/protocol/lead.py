@@ -190,4 +190,5 @@ class Lead:
                     "exclusions",
                     "this node cannot read which hosts are excluded, so the run goes on without "
                     f"exclusions; exclude the hosts again with rdzv exclude: {error}",
+                    ("exclude", "HOST"),
                 )

@@ -408,10 +408,10 @@ class Node:
         yield from self._take_up()
         yield from self._look()
         view = self.view()
-        for about, key, text in remarks(view):
+        for about, key, text, *command in remarks(view):
             if (about, key) not in self._told:
                 yield from self._tell_what_it_asked_for()
-                yield from Tell(about, text)
+                yield from Tell(about, text, tuple(command))
                 self._told.add((about, key))
         action = decide(view)
         seen = self._seen

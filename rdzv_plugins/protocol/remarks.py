@@ -12,8 +12,9 @@ from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.situation import is_full, unconfirmed, waits_for_a_living_round
 from rdzv_plugins.protocol.sizes import Sizes
 
-Remark: TypeAlias = tuple[str, object, str]
-"""A remark of a node for people: a kind, a key (each is told once), and a sentence."""
+Remark: TypeAlias = tuple[str, object, str, *tuple[str, ...]]
+"""A remark of a node for people: a kind, a key (each is told once), a sentence, and `Tell.command`.
+"""
 
 
 def remarks(view: View) -> Iterator[Remark]:
@@ -125,7 +126,7 @@ def _of_quarantines(view: View, document: RoundDocument) -> Iterator[Remark]:
     for exclusion in document.quarantined:
         told = describe_in_force(document, exclusion, view.wall)
         text = f"{told}; rdzv include ends it, and quarantine_after=0 turns quarantine off"
-        yield "quarantine", (document.incarnation, exclusion), text
+        yield "quarantine", (document.incarnation, exclusion), text, "include", exclusion.host
 
 
 def _of_other_nodes(view: View, document: RoundDocument) -> Iterator[Remark]:

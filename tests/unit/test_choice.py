@@ -298,7 +298,7 @@ class TestRunning:
     def test_it_says_why_it_waits(self) -> None:
         me = record("n3", Status.SPARE, min_nodes=2, max_nodes=6, policy="node_unit=2")
         found = view(me, self.NOW, rules=self.RULES, leader=running("n1", self.NOW))
-        ((_, _, text),) = [it for it in remarks(found) if it[0] == "spare"]
+        ((_, _, text, *_),) = [it for it in remarks(found) if it[0] == "spare"]
         assert text.startswith(
             "this node waits as a spare of round 4, which lets newcomers in later (node_unit=2): "
             "2 of 6 nodes, led by n1[1]."

@@ -14,10 +14,11 @@ import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from rdzv_plugins.kv import MemoryClient, MemoryServer
-from rdzv_plugins.observe.logs import set_up
+from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.observe.logs import RunLog, set_up
 from rdzv_plugins.process import factory
 from rdzv_plugins.protocol import effects
-from rdzv_plugins.protocol.documents import Outcome, Phase, Status
+from rdzv_plugins.protocol.documents import Exclusion, Outcome, Phase, Status
 from rdzv_plugins.protocol.remarks import remarks
 from rdzv_plugins.settings.options import Settings
 from tests import replace
@@ -117,19 +118,32 @@ class TestANodesLife:
         now = document(Phase.RUNNING)
         waits = view(record("n4"), now, leader=record("n1"))
         spare = replace(waits, record=replace(waits.record, status=Status.SPARE))
-        assert [about for about, _, _ in remarks(spare)] == ["spare"]
+        assert [about for about, *_ in remarks(spare)] == ["spare"]
 
     def test_a_round_that_goes_on_without_a_node_names_it_in_the_leaders_log(self) -> None:
         now = document(Phase.RUNNING, lost=("n3",))
         records = all_running(document(Phase.RUNNING))
         told = list(remarks(view(records["n1"], now, records)))
-        assert [text for _, _, text in told] == ["round 4 goes on without n3[1]: lease ran out"]
+        assert [text for _, _, text, *_ in told] == ["round 4 goes on without n3[1]: lease ran out"]
+
+    def test_a_command_that_a_line_names_can_be_pasted(
+        self, server: MemoryServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        held = Exclusion("n3", None, "it ended rounds")
+        now = document(Phase.RUNNING, quarantined=(held,))
+        records = all_running(now)
+        ((about, _, text, *command),) = remarks(view(records["n1"], now, records))
+        archive = Archive(lambda _: MemoryClient(server, "job"), "job", 60.0, where=["-b", "redis"])
+        life = Life("n1", server, Time(), RULES)
+        log = RunLog(logging.getLogger("rdzv_plugins"), "job", life.node, archive.command)
+        log.tell(effects.Tell(about, text, tuple(command)))
+        assert "; rdzv include -i job -b redis n3 ends it, and" in caplog.messages[-1]
 
     def test_the_end_of_a_run_that_only_its_tombstone_told(self) -> None:
         was = document(Phase.RUNNING)
         ended = replace(was, phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED)
         told = list(remarks(view(all_running(was)["n2"], None, latest=ended)))
-        assert [text for _, _, text in told] == ["the run was closed while the store was away"]
+        assert [text for _, _, text, *_ in told] == ["the run was closed while the store was away"]
 
     def test_what_belongs_to_a_normal_life_is_no_warning(self) -> None:
         normal = [about for about in ABOUT if not effects.Tell(about, "").warns]

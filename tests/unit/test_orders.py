@@ -142,7 +142,7 @@ class TestTheNode:
 
     def test_its_log_says_so(self) -> None:
         seen = view(running("n2", NOW), replace(NOW, drained=("n2",)), joining=False)
-        assert [about for about, _, _ in remarks(seen)] == ["drained"]
+        assert [about for about, *_ in remarks(seen)] == ["drained"]
         assert not [*remarks(view(running("n3", NOW), replace(NOW, drained=("n2",))))]
 
 
@@ -179,7 +179,7 @@ class TestExclusion:
         seen = view(record("n3"), ran, leader=record("n1"), wall=60.0)
         assert decide(seen) == SetRecord(Status.SPARE, None, -1, ring=False)
         text = "n3 excluded until 00:01 UTC: ECC errors"
-        assert [line for _, _, line in remarks(seen)] == [f"{text}; this node waits meanwhile"]
+        assert [line for _, _, line, *_ in remarks(seen)] == [f"{text}; this node waits meanwhile"]
         assert str(of_node(seen)).endswith(f"; {text}")
         assert not [*remarks(replace(seen, wall=100.0))]
 
