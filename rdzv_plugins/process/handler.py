@@ -713,7 +713,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             if self._handed_down is not None:
                 self._handed_down = None
                 give_back()
-            self._steps.close()
+            self._steps.end()
             self._signals.release()
             if self._report is not None:
                 self._report.close()

@@ -16,16 +16,13 @@ then looks whether a worker has passed it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
-import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from typing import BinaryIO
 
 from rdzv_plugins.process.worker import current
 from rdzv_plugins.protocol.progress import Progress
@@ -68,7 +65,7 @@ class UndecidedError(RuntimeError):
 
 
 class Steps:
-    """The agent's side; one file for each round. Its methods never raise.
+    """The agent's side; new memory for each round. Its methods never raise.
 
     Args:
         warn: takes a line for the log.
@@ -77,9 +74,8 @@ class Steps:
     def __init__(self, warn: Callable[[str], object]) -> None:
         self._warn = warn
         self._warned = False
-        # A secret name, so that no other user can create the folder first.
-        self._folder = os.path.join(tempfile.gettempdir(), f"rdzv-{secrets.token_hex(8)}")
-        self._path = ""
+        # Its descriptor is the only way to the memory, so a killed agent leaves nothing behind.
+        self._memory: BinaryIO | None = None
         self._words: memoryview | None = None
         self._pace = _Pace()
         self._saved: list[int] = []
@@ -87,31 +83,28 @@ class Steps:
     def end(self) -> None:
         """Forget the round, because its workers have ended."""
         self._words = None
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
+        if self._memory is not None:
+            self._memory.close()
 
     def begin(self, world_id: str) -> str | None:
         """The file of this round for its workers; None: there can be none."""
+        self.end()
         self._pace, self._saved = _Pace(), []
-        self._path = path = os.path.join(self._folder, world_id)
         try:
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                # Without its blocks a write to the memory of a full disk would end the process.
-                os.posix_fallocate(descriptor, 0, _BYTES)
-                self._words = memoryview(mmap.mmap(descriptor, _BYTES)).cast("q")
-            finally:
-                os.close(descriptor)
-        except OSError as error:
+            self._memory = open(os.memfd_create(world_id), "r+b")  # noqa: SIM115
+            descriptor = self._memory.fileno()
+            # Without its pages a write to the memory could end the process.
+            os.posix_fallocate(descriptor, 0, _BYTES)
+            self._words = memoryview(mmap.mmap(descriptor, _BYTES)).cast("q")
+        except (OSError, AttributeError) as error:  # Only Linux has such memory.
             if not self._warned:
                 self._warned = True
                 self._warn(
-                    f"step() and saved() have no effect, because the folder of temporary files "
-                    f"cannot be used ({error}); set TMPDIR to another one"
+                    f"step() and saved() have no effect, because this host has no shared memory "
+                    f"for them ({error})"
                 )
             return None
-        return path
+        return f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def progress(self) -> Progress | None:
         """Where the local ranks are; None: a rank has not called ``step()`` in this round."""
@@ -163,10 +156,6 @@ class Steps:
             if words[at + 1] == _Verdict.AGREED:
                 words[at + 1] = _Verdict.OVER
 
-    def close(self) -> None:
-        self._words = None
-        shutil.rmtree(self._folder, ignore_errors=True)
-
 
 class _Pace:
     """How long a step takes, from two looks at the slowest rank."""
@@ -188,10 +177,13 @@ class _Pace:
 class Slot:
     """A worker's side: the memory of its round and its own slot."""
 
-    def __init__(self, path: str, local_rank: int, local_world_size: int) -> None:
+    def __init__(self, path: str, world_id: str, local_rank: int, local_world_size: int) -> None:
         if not 0 <= local_rank < local_world_size <= _MOST_RANKS:
             raise ValueError(f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}")
         with open(path, "r+b") as file:
+            # Once the round is over, the agent's descriptor may be of another file.
+            if f":{world_id} " not in os.readlink(f"/proc/self/fd/{file.fileno()}"):
+                raise OSError(f"{path} is not of round {world_id}")
             self._words = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("q")
         self._words[_RANKS] = local_world_size
         self._slot = _FIRST_SLOT + _SLOT * local_rank
@@ -269,7 +261,7 @@ def of_this_worker() -> Slot | None:
         return None
     try:
         ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        _slot = Slot(now.steps_file, *ranks)
+        _slot = Slot(now.steps_file, now.world_id, *ranks)
     except (OSError, KeyError, ValueError) as error:
         log.warning("step() and saved() cannot tell the agent anything (%s)", error)
     return _slot

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,11 +63,12 @@ def test_newcomers_come_in_when_a_worker_has_saved(site: Site) -> None:
     joins = Background(second.next_rendezvous)
     site.await_that(lambda: second._node.record.status is Status.SPARE)
     assert first.num_nodes_waiting() == 0
-    Slot(now.steps_file, 0, 1).saved(7)
+    Slot(now.steps_file, now.world_id, 0, 1).saved(7)
     site.await_that(lambda: first.num_nodes_waiting() > 0)
     site.join(first)
     joins.result(20.0)
     assert current() != now
     for handler in (first, second):
         site.kill(handler)
-    assert not Path(now.steps_file).parent.exists()
+    with pytest.raises(OSError, match=now.steps_file):
+        Slot(now.steps_file, now.world_id, 0, 1)

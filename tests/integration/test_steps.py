@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from contextlib import closing
-from pathlib import Path
 
 import pytest
 
-from examples.demo.agents import RDZV_RUN, TORCHRUN, World
+from examples.demo.agents import RDZV_RUN, World
 from tests import Measure
-from tests.integration.jobs import Job
-from tests.integration.small_tmp import SMALL_TMP, change
 from tests.integration.stores import RunningStore
 from tests.integration.test_orders import rdzv
 from tests.integration.torchrun import Begin, Run
@@ -85,28 +81,3 @@ def test_newcomers_ask_for_a_checkpoint(begin: Begin) -> None:
     run, before = begun(begin, "a", grow="checkpoint")
     run.start_at("b", training=NEVER)
     assert run.await_world("ab", by_rank=True).resumed == before.last_step
-
-
-# A cleaner's work; and a folder that cannot be made again.
-CLEAN = "rm -rf rdzv-*"
-BLOCK = 'for it in rdzv-*; do rm -rf "$it"; touch "$it"; done'
-
-
-@pytest.mark.parametrize("command", [CLEAN, BLOCK], ids=["cleaned", "blocked"])
-def test_training_goes_on_without_its_folder(
-    command: str, store: RunningStore, tmp_path: Path
-) -> None:
-    with closing(
-        Job(tmp_path, store, nodes="1:2", launcher=(*SMALL_TMP, *TORCHRUN), max_restarts=0)
-    ) as job:
-        job.begin("a")
-        change(job.agents["a"].pid, command)
-        job.start_at("b")
-        job.await_begun("ab")
-        job.finish("b")
-        job.finish("a")
-        assert job.await_ends("ab") == {"a": 0, "b": 0}
-        lines = job.lines("a")
-    told = [line for line in lines if "step() and saved() have no effect" in line]
-    assert len(told) == (command == BLOCK)
-    assert not [line for line in lines if "Traceback" in line]

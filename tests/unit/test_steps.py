@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import tempfile
 import threading
 import time
@@ -18,22 +19,17 @@ from rdzv_plugins.process.worker import VARIABLE, CurrentRound, hand_down
 from rdzv_plugins.testing.threads import Background
 
 
-@pytest.fixture(autouse=True)
-def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
 @pytest.fixture
 def agent() -> Iterator[Steps]:
     agent = Steps(pytest.fail)
     yield agent
-    agent.close()
+    agent.end()
 
 
 def slots(agent: Steps, ranks: int = 2, round_: str = "1-a") -> list[Slot]:
     path = agent.begin(round_)
     assert path is not None
-    return [Slot(path, rank, ranks) for rank in range(ranks)]
+    return [Slot(path, round_, rank, ranks) for rank in range(ranks)]
 
 
 class TestProgress:
@@ -63,16 +59,35 @@ class TestProgress:
         assert found.saved == 6
 
     def test_a_round_begins_with_no_steps_and_leaves_no_file(
-        self, agent: Steps, tmp_path: Path
+        self, agent: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Also none while it runs, because the agent may be killed."""
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        before = os.listdir("/proc/self/fd")
         slots(agent, 1)[0].step(5)
         agent.end()
         assert agent.progress() is None
         slots(agent, 1, "2-b")
         assert agent.progress() is None
-        assert [it.name for it in tmp_path.rglob("*-*") if it.is_file()] == ["2-b"]
-        agent.close()
+        agent.end()
         assert list(tmp_path.iterdir()) == []
+        assert os.listdir("/proc/self/fd") == before
+
+    def test_a_worker_of_an_old_round_does_not_touch_other_files(
+        self, agent: Steps, tmp_path: Path
+    ) -> None:
+        """The system gives a closed descriptor to the next file."""
+        path = agent.begin("1-a")
+        assert path is not None
+        assert agent.begin("1-ab") == path
+        with pytest.raises(OSError, match="not of round 1-a"):
+            Slot(path, "1-a", 0, 1)
+        agent.end()
+        with (tmp_path / "other").open("wb+") as other:
+            other.truncate(1 << 20)
+            assert path.endswith(f"/{other.fileno()}")
+            with pytest.raises(OSError, match="not of round 1-a"):
+                Slot(path, "1-a", 0, 1)
 
     def test_the_pace_is_the_time_of_the_last_steps(
         self, agent: Steps, monkeypatch: pytest.MonkeyPatch
@@ -186,29 +201,36 @@ class TestWorker:
         assert (found := agent.progress()) is not None
         assert found.step == 41
 
-    @pytest.mark.parametrize("ranks", [("0", "0"), ("x", "1"), ("5000", "6000")])
+    @pytest.mark.parametrize(
+        "ranks",
+        [("0", "0"), ("x", "1"), ("5000", "6000"), ("0", "1")],
+        ids=lambda it: "of".join(it),
+    )
     def test_what_cannot_be_told_is_logged_once(
         self, ranks: tuple[str, str], agent: Steps, caplog: pytest.LogCaptureFixture
     ) -> None:
         path = agent.begin("1-a")
         hand_down(CurrentRound(run_id="r", round=1, world_id="1-a", cause="", steps_file=path))
         os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = ranks
+        if ranks == ("0", "1"):
+            agent.end()
         for number in range(3):
             assert not rdzv_plugins.step(number)
         assert len(caplog.records) == 1
 
-    def test_an_agent_without_a_folder_warns_once(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "file").touch()
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    def test_an_agent_without_memory_warns_once(self) -> None:
         told: list[str] = []
         agent = Steps(told.append)
-        assert [agent.begin(f"{number}-a") for number in range(3)] == [None] * 3
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            assert [agent.begin(f"{number}-a") for number in range(3)] == [None] * 3
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         agent.propose(1)
         agent.settle(1, True)
         agent.release()
         assert agent.progress() is None
-        agent.close()
+        agent.end()
         (line,) = told
-        assert "set TMPDIR to another one" in line
+        assert "step() and saved() have no effect" in line
