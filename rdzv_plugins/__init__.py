@@ -87,7 +87,8 @@ def step(number: int) -> bool:
                 save(number)
                 rdzv_plugins.saved(number)
 
-    In a process that is no worker of this package it returns False.
+    It returns False in a process that is no worker of this package, and in the children of one that
+    has called it.
 
     Raises:
         rdzv_plugins.process.steps.UndecidedError: the store has not answered for five minutes, so

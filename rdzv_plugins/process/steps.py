@@ -8,7 +8,8 @@ The memory is an array of 64-bit words, each with one writer:
 
 - ``LATEST``: how many steps the agent has proposed in this round; ``RANKS``: the local world size.
 - ``_PROPOSALS`` places for proposals, used in turn: the step and its `_Verdict`.
-- One slot for each local rank: the last step plus 1, when it ended, and the last step saved plus 1.
+- One slot for each local rank: the last step plus 1, when it ended, the last step saved plus 1, and
+  the process that tells them.
 
 No lock guards the words. The agent proposes a step, waits until every processor sees it, and only
 then looks whether a worker has passed it.
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 _LATEST, _RANKS = 0, 1
 _FIRST_PROPOSAL, _PROPOSALS = 2, 16
 _FIRST_SLOT = _FIRST_PROPOSAL + 2 * _PROPOSALS
-_STEP, _ENDED, _SAVED, _SLOT = 0, 1, 2, 4
+_STEP, _ENDED, _SAVED, _PID, _SLOT = 0, 1, 2, 3, 4
 _MOST_RANKS = 1024
 _BYTES = 8 * (_FIRST_SLOT + _SLOT * _MOST_RANKS)
 
@@ -138,6 +139,8 @@ class Steps:
         if (words := self._words) is not None:
             at = _proposal(words[_LATEST])
             words[at], words[at + 1] = step, _Verdict.OPEN
+            # Some processors let others see a later write first.
+            time.sleep(_VISIBLE_SECONDS)
             words[_LATEST] += 1
             time.sleep(_VISIBLE_SECONDS)
 
@@ -185,37 +188,47 @@ class Slot:
             if f":{world_id} " not in os.readlink(f"/proc/self/fd/{file.fileno()}"):
                 raise OSError(f"{path} is not of round {world_id}")
             self._words = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("q")
+        self._slot = slot = _FIRST_SLOT + _SLOT * local_rank
+        # A worker's child inherits its environment, and may count steps of its own.
+        other = self._words[slot + _PID]
+        if other not in (0, os.getpid()) and os.path.exists(f"/proc/{other}"):
+            raise OSError(f"process {other} tells the steps of this rank")
+        self._words[slot + _PID] = os.getpid()
         self._words[_RANKS] = local_world_size
-        self._slot = _FIRST_SLOT + _SLOT * local_rank
         # Proposals before this one were passed.
         self._passed = 0
+        self._saves_at: int | None = None
 
     def step(self, number: int) -> bool:
         """As `rdzv_plugins.step`."""
         words, slot = self._words, self._slot
-        before = words[slot]
         words[slot + _ENDED] = time.monotonic_ns()
         words[slot] = number + 1
-        if (latest := words[_LATEST]) == self._passed:
-            return False
-        saves = False
-        # A worker that passes several proposals at once must answer all of them alike.
-        for index in range(max(self._passed, latest - _PROPOSALS), latest):
-            proposed = words[_proposal(index)]
-            if proposed > number:
-                return saves
-            self._passed = index + 1
-            if before and before <= proposed:
-                saves = self._await(index, proposed) or saves
-        return saves
+        if (latest := words[_LATEST]) != self._passed:
+            self._meet(number, latest)
+        return self._saves_at == number
 
-    def _await(self, index: int, step: int) -> bool:
-        deadline, at = time.monotonic() + _PATIENCE, _proposal(index) + 1
-        while (verdict := self._words[at]) == _Verdict.OPEN:
+    def _meet(self, number: int, latest: int) -> None:
+        """Wait for the verdicts on all proposals up to this step."""
+        # A worker that passes several proposals at once must answer all of them alike.
+        # The agent may be writing the next proposal in the oldest place.
+        for index in range(max(self._passed, latest - _PROPOSALS + 1), latest):
+            at = _proposal(index)
+            # Steps may jump back, so that a later proposal is for an earlier step.
+            if self._words[at] > number and self._words[at + 1] != _Verdict.WITHDRAWN:
+                return
+            if self._words[at] <= number and self._await(at):
+                self._saves_at = number
+            self._passed = index + 1
+
+    def _await(self, at: int) -> bool:
+        deadline = time.monotonic() + _PATIENCE
+        while (verdict := self._words[at + 1]) == _Verdict.OPEN:
             if time.monotonic() > deadline:
                 raise UndecidedError(
-                    f"after {_PATIENCE:g} s it is unknown whether all ranks save at step {step}, "
-                    "because the run's store does not answer; this rank must not differ from them"
+                    f"after {_PATIENCE:g} s it is unknown whether all ranks save at step "
+                    f"{self._words[at]}, because the run's store does not answer; this rank must "
+                    "not differ from them"
                 )
             time.sleep(_PAUSE)
         return verdict != _Verdict.WITHDRAWN
@@ -246,8 +259,16 @@ def _proposal(index: int) -> int:
 
 
 _slot: Slot | None = None
-# Whether this process has looked for its slot; a forked child shares its parent's.
+# Whether this process has looked for its slot.
 _looked = False
+
+
+def _forget() -> None:
+    global _slot, _looked
+    _slot, _looked = None, False
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def of_this_worker() -> Slot | None:

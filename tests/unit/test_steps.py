@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,9 +141,9 @@ class TestProposals:
     def test_more_proposals_than_there_is_room_for(self, agent: Steps) -> None:
         (slot,) = slots(agent, 1)
         slot.step(0)
-        for step in range(1, 100):
+        for step in range(1, 40):
             agent.propose(step)
-            agent.settle(step, step == 99)
+            agent.settle(step, step == 39)
         assert slot.step(200)
 
     def test_the_wait_for_an_answer_ends(
@@ -169,15 +168,27 @@ class TestProposals:
         agent.release()
         waits.result(5.0)
 
-    def test_two_threads_may_step(self, agent: Steps) -> None:
+    def test_steps_that_jump_back_meet_a_later_proposal_first(self, agent: Steps) -> None:
         (slot,) = slots(agent, 1)
-        threads = [threading.Thread(target=slot.step, args=(1,)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(5.0)
-        assert (found := agent.progress()) is not None
-        assert found.step == 1
+        slot.step(100)
+        agent.propose(104)
+        assert not slot.step(50)
+        agent.settle(104, False)
+        agent.propose(52)
+        agent.settle(52, True)
+        assert [slot.step(number) for number in range(51, 106)] == [False, True, *[False] * 53]
+
+    def test_each_call_for_one_step_has_one_answer(self, agent: Steps) -> None:
+        """Also in two threads."""
+        (slot,) = slots(agent, 1)
+        slot.step(1)
+        agent.propose(2)
+        calls = [Background(lambda: slot.step(2)) for _ in range(4)]
+        assert not any(call.done() for call in calls)
+        agent.settle(2, True)
+        assert all(call.result(5.0) for call in calls)
+        assert slot.step(2)
+        assert not slot.step(3)
 
 
 class TestWorker:
@@ -198,6 +209,20 @@ class TestWorker:
         hand_down(CurrentRound(run_id="r", round=1, world_id="1-a", cause="", steps_file=path))
         os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         assert not rdzv_plugins.step(41)
+        assert (found := agent.progress()) is not None
+        assert found.step == 41
+
+    def test_a_child_of_a_worker_does_nothing(
+        self, agent: Steps, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It may count steps of its own."""
+        path = agent.begin("1-a")
+        hand_down(CurrentRound(run_id="r", round=1, world_id="1-a", cause="", steps_file=path))
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        rdzv_plugins.step(41)
+        if (child := os.fork()) == 0:
+            os._exit(rdzv_plugins.step(7) or len(caplog.records) != 1)
+        assert os.waitpid(child, 0)[1] == 0
         assert (found := agent.progress()) is not None
         assert found.step == 41
 

@@ -31,6 +31,8 @@ EXPLAINS_ITSELF = (
     "--warm has no effect with --no-python, --run-path, --standalone and torch's backends",
     "step() and saved() cannot tell the agent anything (…)",
     "LOCAL_RANK=…, LOCAL_WORLD_SIZE=…",
+    "process … tells the steps of this rank",
+    "… is not of round …",
     "after … s it is unknown whether all ranks save at step …",
     "this node leaves once all ranks have saved, in … s at the latest; again ends it at once",
     "--rdzv-id is empty: give the run an id",
