@@ -395,9 +395,9 @@ function showRun() {
     ["why this round", run.reason],
     ["began", run.began ? day(run.began) : null],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => [name, String(value)]));
-  for (const odd of ["clocks", "away"]) {
-    say($(odd), run[odd] || "");
-    $(odd).hidden = !run[odd];
+  for (const [id, odd] of [["clocks", run.clocks], ["degraded", run.away]]) {
+    say($(id), odd || "");
+    $(id).hidden = !odd;
   }
   const newest = run.rounds || [];
   showWorld(withLost(nodes, newest));

@@ -20,7 +20,11 @@ from typer.testing import CliRunner
 from rdzv_plugins.cli import app
 from rdzv_plugins.testing.proxy import Proxy
 from tests.integration.addressed import ATTEMPTS, INTERVAL, PATIENCE, PORT, Job, Scene
+from tests.integration.browser import browser
 from tests.integration.hosts import PROGRAM, Host
+from tests.integration.stores import RunningStore
+from tests.integration.test_dashboard import dashboard, text
+from tests.integration.test_exporter import exporter, scrape
 
 HOSTS = ("node1", "node2", "node3")
 # No shorter than a lease.
@@ -34,6 +38,7 @@ class Named(Scene):
     """A job on three hosts, and the commands about it.
 
     The endpoint names the hosts of a quorum, or, with ``by`` "addresses", has their addresses.
+    Any other ``by`` takes the place of node3 there.
     """
 
     def __init__(self, stack: ExitStack, folder: Path, store: str, by: str) -> None:
@@ -43,8 +48,10 @@ class Named(Scene):
         self.hosts: list[Host] = self.network(*HOSTS, hosts_file=_KNOWN)
         if store == "quorum":
             self.endpoint = ",".join(
-                it.name if by == "names" else f"10.1.0.{it.number}" for it in self.hosts
+                f"10.1.0.{it.number}" if by == "addresses" else it.name for it in self.hosts
             )
+            if by not in ("names", "addresses"):
+                self.endpoint = f"node1,node2,{by}"
         else:
             proxy = self.enter(Proxy(self.server(), (f"10.1.0.{PROGRAM}", PORT)))
             self.endpoint = "{}:{}".format(*proxy.address)
@@ -152,7 +159,35 @@ def of_a_quorum(scene: Named) -> dict[str, Any]:
     return seen | {"statuses": scene.fleet.ends()}
 
 
-SCENARIOS = {it.__name__: it for it in (orders, closed, of_a_quorum)}
+def misspelt(scene: Named) -> dict[str, Any]:
+    """The third host of the endpoint has no name that exists, or nobody is at its address."""
+    scene.begin(2)
+    seen: dict[str, Any] = {
+        "line": scene.fleet.await_line("node1", "members of the store are up"),
+        "status": scene.await_said("2 of 3 members", "status"),
+        "check": scene.rdzv("check")[1],
+    }
+    one_run = RunningStore(
+        name="quorum", backend="quorum", endpoint=scene.endpoint, config={"cluster": "job"}
+    )
+    up = ("rdzv_store_members_up", "job")
+    with exporter(one_run) as scraped, dashboard(one_run) as page, browser() as chrome:
+        seen["metric"] = scene.fleet.await_that(
+            lambda: scrape(scraped).get(up), "the metric", PATIENCE
+        )
+        chrome.get(page)
+        seen["page"] = scene.fleet.await_that(
+            lambda: text(chrome, "#degraded"), "the page's line", PATIENCE
+        )
+        # The page also shows the state of the store at each look; the run's line stays.
+        shown = text(chrome, "#live")
+        scene.fleet.await_that(lambda: text(chrome, "#live") != shown, "another look", PATIENCE)
+        seen["page later"] = text(chrome, "#degraded")
+    scene.fleet.finish()
+    return seen | {"statuses": scene.fleet.ends()}
+
+
+SCENARIOS = {it.__name__: it for it in (orders, closed, of_a_quorum, misspelt)}
 
 
 def main() -> None:

@@ -105,3 +105,18 @@ def test_of_a_quorum_commands_tell_what_its_hosts_know(by: str, record_property:
     assert degraded in seen["line"]
     record_property("status with a host down, s", [round(it, 2) for it in seen["took, s"]])
     assert seen["statuses"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("third", ["node9", "10.1.0.9"], ids=["no such name", "nobody there"])
+def test_a_misspelt_host_of_a_quorum_is_told(third: str) -> None:
+    """In the log, by the commands, as a metric, and on the page in a browser."""
+    seen = play("misspelt", "quorum", third)
+    degraded = "2 of 3 members of the store are up; it survives no further loss"
+    assert f"{degraded}; away: {third}" in seen["line"]
+    assert seen["line"].startswith("W")
+    assert degraded in seen["status"]
+    assert degraded in seen["check"]
+    assert f"'{third}'" in seen["check"]
+    assert seen["metric"] == 2
+    assert seen["page"] == seen["page later"] == degraded
+    assert seen["statuses"] == [0, 0]
