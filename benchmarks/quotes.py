@@ -15,7 +15,7 @@ from benchmarks.results import Results
 __all__ = ["quoted", "quoting_pages", "write_quotes"]
 
 # No "|", which would end a cell of a table.
-_QUOTE = re.compile(r"<!-- ([^;>]+); ([^;>]+); (\d+); ([^;>]+?)(; spread)? -->[^<]*<!-- -->")
+_QUOTE = re.compile(r"<!-- ([^;>]+); ([^;>]+); (\d+); ([^;>]+?)(; spread)?\s-->[^<]*<!-- -->")
 
 
 def quoted(results: Results, text: str) -> str:

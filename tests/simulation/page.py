@@ -18,6 +18,7 @@ __all__ = ["write_page"]
 
 _LARGE_SEEDS, _LARGE_NODES = 24, 200
 _MUTANT_SEEDS = 30
+_MOST_FREQUENT = 10
 
 _HEAD = """\
 # The simulator: the protocol under faults
@@ -110,8 +111,11 @@ def _faults(small: Totals, large: Totals) -> str:
     injected = small.injected + large.injected
     # Warnings of nodes and what agents did then are counted with the faults.
     kinds = {it: n for it, n in injected.most_common() if not it.startswith(("told: ", "gave up"))}
-    counts = "; ".join(f"{kind} {count:,}" for kind, count in kinds.items())
-    text = f"{sum(kinds.values()):,} faults: {counts}. `tests/simulation/faults.py` has them."
+    most = "; ".join(f"{kind} {count:,}" for kind, count in [*kinds.items()][:_MOST_FREQUENT])
+    text = (
+        f"{sum(kinds.values()):,} faults of {len(kinds)} kinds (`tests/simulation/faults.py`), "
+        f"most often: {most}."
+    )
     return f"## Faults injected\n\n{fill(text, 120)}\n"
 
 
