@@ -150,6 +150,8 @@ FOUND = (
     (360007216, Focus(), "the checker judged a node that left a run which another had closed"),
     (7202175, Focus(), "who failed closed a run that was founded since the store had lost its own"),
     (770346, Focus(), "a node left a large run that broke its segment, though nobody replaced it"),
+    (98002436, Focus(), "the grace after an outage named an earlier step for the checkpoint"),
+    (98002828, Focus(), "a checkpoint was refused because the store had lost the records"),
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import Phase, RoundDocument, Saving, Status
+from rdzv_plugins.protocol.failure_detector import Watched
 from rdzv_plugins.protocol.policies.checkpoint import MOST_REFUSALS
 from rdzv_plugins.protocol.rules import View, Wait
 from tests import replace
@@ -51,6 +52,17 @@ def test_the_step_is_near_if_the_time_of_a_step_is_unknown() -> None:
     assert written(leads(RESTART, now)) == saving(106)
     refuses = {**now, "answer": (106, 160)}
     assert written(leads(saving(106), refuses)) == saving(169, refused=(106,))
+
+
+def test_the_grace_after_an_outage_does_not_name_an_earlier_step() -> None:
+    here = leads(
+        RESTART,
+        {"step": (50, 10, 0)},
+        {"step": STEP},
+        watched={"n2": Watched(1, since=6.0, looked=0.0)},
+    )
+    assert here.possible_silence("n2") < 0
+    assert written(here) == saving(152)
 
 
 def test_a_leave_asks_for_a_checkpoint() -> None:
@@ -100,6 +112,11 @@ def test_a_refused_step_is_followed_by_a_later_one() -> None:
     after = written(leads(saving(), {"step": STEP, "answer": (152, 103)}, refuses))
     # One second ahead now, in steps of 10 ms.
     assert after == saving(261, refused=(152,))
+
+
+def test_a_record_that_the_store_has_lost_refuses_nothing() -> None:
+    here = leads(saving(), {"step": STEP, "answer": (152, 100)})
+    assert written(replace(here, records={"n1": here.record})) is None
 
 
 def test_the_run_gives_up_after_many_refusals() -> None:

@@ -81,6 +81,8 @@ def _following(view: View, at: Situation) -> Saving | None:
 
 
 def _after_the_answers(at: Situation, saving: Saving, records: list[NodeRecord]) -> Saving:
+    if len(records) < len(at.document.ranks) and not at.absent:
+        return saving  # The store has lost records. They return with the next heartbeats.
     answers = [record.accepts(saving.step) for record in records]
     refused = (*saving.refused, saving.step)
     if not _is_possible(at) or (False in answers and len(refused) > MOST_REFUSALS):
@@ -94,7 +96,8 @@ def _after_the_answers(at: Situation, saving: Saving, records: list[NodeRecord])
 def _ahead(view: View, node: str, record: NodeRecord) -> int:
     """A step that this node's workers have not reached yet, as far as its last heartbeat tells."""
     assert record.step is not None
-    silence = view.possible_silence(node) if node != view.me else 0.0
+    # Negative during the grace after an outage.
+    silence = max(0.0, view.possible_silence(node)) if node != view.me else 0.0
     return record.step[0] + _steps(record, 0, silence) + 2
 
 
