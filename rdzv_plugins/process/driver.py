@@ -112,6 +112,7 @@ class Driver:
         self._last_error: str | None = None
         self._warned_of_archive = False
         self._inspected = False
+        node.orders.wake = self._nudge
 
     @property
     def running(self) -> bool:
@@ -132,7 +133,7 @@ class Driver:
         exception in it, which a store's client could swallow. An exception withdraws the join.
 
         Args:
-            failed, waited: see `Node.order_join`.
+            failed, waited: see `Orders.join`.
             patience: how many seconds this host may let no thread start.
 
         Raises:
@@ -143,11 +144,11 @@ class Driver:
             return effects.JoinOutcome()
         try:
             # Inside the try, because a signal may come while the thread starts.
-            self._node.order_join(failed, waited)
+            self._node.orders.join(failed, waited)
             self._hand_over(patience - waited)
             return take(self._outcomes)
         except BaseException:
-            self._node.order_withdrawal()
+            self._node.orders.withdraw()
             self._nudge_until(self._has_taken_up, 1)
             raise
 
@@ -159,7 +160,7 @@ class Driver:
         _empty(self._outcomes)
         if self._stopping.is_set():
             return effects.JoinOutcome()
-        self._node.report_unfit(reason)
+        self._node.orders.report_unfit(reason)
         with suppress(ExhaustedError):  # The next call reports the reason.
             self._hand_over(0.0)
         try:
@@ -188,43 +189,11 @@ class Driver:
                 return
         self._nudge_until(self._has_taken_up, 5)
 
-    def report_done(self) -> None:
-        """Report that this node's workers succeeded."""
-        self._node.report_done()
-        self._nudge()
-
-    # The methods `report_dead` to `note_retry` may be called in any thread.
-
-    def report_dead(self, node: str) -> None:
-        """Report that a link says that this node's process has ended."""
-        self._node.report_dead(node)
-        self._nudge()
-
-    def report_alive(self, node: str) -> None:
-        """Report that a node that seemed gone answers."""
-        self._node.report_alive(node)
-        self._nudge()
-
-    def report_others(self, others: frozenset[Standing]) -> None:
-        """Report the state of other nodes, from their links."""
-        self._node.report_others(others)
-        self._nudge()
-
     def note_retry(self) -> None:
-        """Report that the client repeats a request."""
+        """Report that the client repeats a request; from any thread."""
         self._node.note_retry()
-        if self._thread is threading.current_thread() and (news := self._node.news_for_others()):
+        if self._thread is threading.current_thread() and (news := self._node.neighbours.news()):
             self._perform(news)
-
-    def note_saved(self) -> None:
-        """Report that a worker of this node has saved."""
-        self._node.note_saved()
-        self._nudge()
-
-    def order_leave(self) -> None:
-        """Have this node leave once the run has saved."""
-        self._node.order_leave()
-        self._nudge()
 
     def stop(self, seconds: float) -> None:
         """End the thread for good; wait for it for ``seconds`` at most."""

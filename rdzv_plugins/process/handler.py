@@ -66,17 +66,7 @@ from rdzv_plugins.protocol.documents import (
     store_prefix,
 )
 from rdzv_plugins.protocol.node import Node
-from rdzv_plugins.protocol.parting import (
-    Parting,
-    Service,
-    close_as_member,
-    costs_the_others,
-    give_up,
-    loss_shows_within,
-    lost_one,
-    may_give_up,
-    only_leaves,
-)
+from rdzv_plugins.protocol.parting import Parting, Service, loss_shows_within, lost_one
 from rdzv_plugins.protocol.record_cache import readable
 from rdzv_plugins.protocol.rules import Failure, Rules
 from rdzv_plugins.settings.environment import give_back, withhold
@@ -183,7 +173,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._reach = Reach(address, self._log.warning, f"rdzv-{run_id}-reach")
         # Read before torchrun's variables are withheld from the workers.
         restarts = max_restarts() or 0
-        self._service = Service(record.label, rules, time.monotonic, restarts)
+        self._service = Service(self._node, rules, time.monotonic, time.time, restarts)
         self._events = Events(run_id, address, record.label)
         self._watchers: list[Watcher] = []
         self._report: Report | None = None
@@ -210,15 +200,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         )  # fmt: skip
         self._links: Links | None = None
         if self._listener is not None and has_links:
-            driver = self._driver
+            neighbours = self._node.neighbours
             self._links = Links(
                 self._listener,
                 run_id,
                 node_id,
                 address,
-                driver.report_dead,
-                driver.report_alive,
-                driver.report_others,
+                neighbours.report_dead,
+                neighbours.report_alive,
+                neighbours.report_others,
                 self._log.warning,
             )
         self._closed = False
@@ -320,7 +310,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             rank,
             world_size,
             is_over=lambda: self._ended or self._node.over,
-            on_done=self._driver.report_done,
+            on_done=self._node.orders.report_done,
         )
         self._try_to_reach(document, address)
         return RendezvousInfo(
@@ -424,7 +414,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         # Only the main thread can; next_rendezvous() may have run in another thread.
         self._signals.renew()
         if self._steps.has_saved():
-            self._driver.note_saved()
+            self._node.orders.note_saved()
         self._reach.go_on()
         made_up = self._store is not None and self._store.made_up
         waiting = self._node.waiting or int(made_up)
@@ -443,7 +433,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def order_leave(self) -> None:
         """Have the run save, after which this node leaves: see `may_leave`."""
-        self._driver.order_leave()
+        self._node.orders.leave()
 
     @property
     def may_leave(self) -> bool:
@@ -521,7 +511,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         error = sys.exception()
         all_done = self._store is not None and self._store.all_done
         signalled = isinstance(error, SignalException | KeyboardInterrupt)
-        if signalled or only_leaves(self._node, all_done):
+        if signalled or self._service.only_leaves(all_done):
             return self._leave()
         latest = self._node.latest
         closed = self._closed or (latest is not None and latest.closed)
@@ -535,14 +525,11 @@ class StoreRendezvousHandler(RendezvousHandler):
         else:
             outcome, why = Outcome.FAILED, what_failed(error)
         of_workers = error is None or isinstance(error, ChildFailedError)
-        if outcome is Outcome.FAILED and may_give_up(self._node, self._service, of_workers):
+        if outcome is Outcome.FAILED and self._service.may_give_up(of_workers):
             return self._give_up(why, of_workers)
 
         def end() -> None:
-            node, service, rules = self._node, self._service, self._rules
-            if not self._await_store(
-                lambda: self._close(close_as_member(node, service, outcome, why, rules))
-            ):
+            if not self._await_store(lambda: self._close(self._service.close(outcome, why))):
                 self._say_farewell()  # The node has been replaced.
 
         close = self._archive.command("close")
@@ -560,10 +547,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         answers: list[bool] = []
 
         def ask() -> None:
-            work = costs_the_others(
-                self._node, self._service, self._rules, time.time, time.monotonic,
-                lambda: self._ended, self.grace_left,
-            )  # fmt: skip
+            work = self._service.costs_the_others(lambda: self._ended, self.grace_left)
             with suppress(RendezvousConnectionError, RendezvousStateError):
                 answers.append(self._carry_out(work))
 
@@ -581,21 +565,17 @@ class StoreRendezvousHandler(RendezvousHandler):
             looked: whether the other nodes are known to be enough.
         """
 
-        def part() -> Parting:
-            work = give_up(
-                self._node, self._service, self._rules, why, time.time,
-                of_workers=of_workers, looked=looked,
-            )  # fmt: skip
-            return self._carry_out(work)
-
         def end() -> None:
-            parting = self._await_store(part)
+            service = self._service
+            parting = self._await_store(
+                lambda: self._carry_out(service.give_up(why, of_workers=of_workers, looked=looked))
+            )
             if parting is Parting.CLOSED:
                 self._events.closed()
                 return
             self._log.info(f"{self._node.record.label} has left")
             if parting is Parting.LEFT:
-                service, new = self._service, ""
+                new = ""
                 if of_workers:
                     new = f", and it was new: in the run for {service.seconds:.0f} s"
                 self._log.error(f"this node leaves the run, which goes on without it: {why}{new}")

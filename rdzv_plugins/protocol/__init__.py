@@ -7,7 +7,7 @@ simulator of the tests drives the same code on virtual time. A minimal driver, w
 makes a request of each effect that asks the store::
 
     def drive(node, client, archive):
-        node.order_join()
+        node.orders.join()
         life, answer, error = node.run(), None, None
         while True:
             effect = life.throw(error) if error is not None else life.send(answer)
@@ -42,9 +42,9 @@ What each effect asks, and its answer:
   `RecordHistory` and `Register` (rounds and runs, for people): None.
 - `OpenMaster` and `DialPeer`, each a `Begin`: None, at once or soon.
   The driver calls `Node.finished` when the work has ended, in any thread.
-- `KeepLinks` (connections to other nodes): None, at once. The driver calls `Node.report_dead` if
-  the process at the other end has ended, `Node.report_alive` if it answers after all, and
-  `Node.report_others` with what the other ends say of themselves. A driver may keep no links.
+- `KeepLinks` (connections to other nodes): None, at once. The driver calls `report_dead` of
+  `Node.neighbours` if the process at the other end has ended, `report_alive` if it answers after
+  all, and `report_others` with what the other ends say of themselves. A driver may keep no links.
 - `Tell` (a line for people), `FinishJoin` (release the agent that waits for a round): None.
 
 What a driver owes a node:
@@ -55,8 +55,7 @@ What a driver owes a node:
   demands cannot be used). A store that refuses this node raises `AccessDeniedError`, a kind of the
   first: see `contact`.
 - A request takes at most the request timeout of the node's `rules.Rules`.
-- `Park` and `Rest` end early when an order arrives (`Node.order_join`, `Node.order_withdrawal`,
-  `Node.report_done`), and may end early at any time.
+- `Park` and `Rest` end early when `Orders.wake` is called, and may end early at any time.
 - The clock is monotonic, in seconds, and is compared with no other host's clock. It should go on
   while the host is suspended, because the other nodes count that time.
 

@@ -173,8 +173,7 @@ class KeepLinks(Effect[None], frozen=True):
     """Keep links to exactly these nodes, each with its ``address:port``.
 
     ``standing`` is what this node says of itself over all its links. When links tell something, the
-    driver calls `Node.report_dead`, `Node.report_alive` or `Node.report_others`, and ends the
-    node's `Park` or `Rest`.
+    driver calls a method of `Node.neighbours`.
     """
 
     peers: tuple[tuple[str, str], ...]

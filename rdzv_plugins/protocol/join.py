@@ -18,19 +18,64 @@ _REPEAT_SECONDS = 30.0
 class Orders:
     """Orders and reports of the agent's threads that the node has not taken up yet.
 
-    ``unfit`` is the reason of `Node.report_unfit`, None: not called. The others tell which methods
-    of `Node` were called.
+    Each method may be called in any thread, and ends the node's `Park` or `Rest` early.
+
+    Attributes:
+        wake: ends them; the driver sets it.
+        unfit: the reason of `report_unfit`; None: there is none.
     """
 
     def __init__(self) -> None:
-        self.join = self.withdraw = self.done = self.leave = self.saved = False
+        self.wake: Callable[[], object] = bool
+        self.joins = self.withdraws = self.done = self.leaves = self.saved = False
         self.unfit: str | None = None
         self.failed, self.waited = False, 0.0
 
     @property
     def any(self) -> bool:
-        agent = self.join or self.withdraw or self.done or self.leave or self.saved
+        agent = self.joins or self.withdraws or self.done or self.leaves or self.saved
         return agent or self.unfit is not None
+
+    def join(self, failed: bool = False, waited: float = 0.0) -> None:
+        """Ask for the next round.
+
+        ``failed``: because its workers failed. ``waited``: seconds of ``join_timeout`` already
+        over.
+        """
+        self.failed, self.waited, self.unfit = failed, waited, None
+        self.withdraws, self.joins = False, True
+        self.wake()
+
+    def withdraw(self) -> None:
+        """Give up the join, because its agent is gone."""
+        if self.joins:
+            # The join was not taken up yet. Its agent was fit, and may report otherwise by now.
+            self.joins, self.unfit = False, ""
+        self.withdraws = True
+        self.wake()
+
+    def report_done(self) -> None:
+        """Say that this node's workers succeeded."""
+        self.done = True
+        self.wake()
+
+    def leave(self) -> None:
+        """Leave once the run has saved a checkpoint."""
+        self.leaves = True
+        self.wake()
+
+    def note_saved(self) -> None:
+        """Note that a worker of this node has saved."""
+        self.saved = True
+        self.wake()
+
+    def report_unfit(self, reason: str) -> None:
+        """Say that this node asks for no round, and why: its check failed.
+
+        The others go on without it until it joins again. A closed run ends it like a join.
+        """
+        self.unfit = reason
+        self.wake()
 
 
 class Pace:
@@ -98,16 +143,16 @@ class Join:
             if heartbeat.record != record:
                 # Ring only for the first reason; the leader sees later ones at its next listing.
                 heartbeat.require(rings=not record.is_unfit)
-        if begins := orders.join:
-            orders.join = False
+        if begins := orders.joins:
+            orders.joins = False
             self._begin()
         if orders.done:
             orders.done = False
             if self._is_at_work:
                 # No node waits for this, so do not ring the bell.
                 heartbeat.change(status=Status.DONE)
-        if orders.leave:
-            orders.leave = False
+        if orders.leaves:
+            orders.leaves = False
             if self._is_at_work:
                 heartbeat.change(rings=True, leaves=True)
         if orders.saved:

@@ -14,7 +14,7 @@ from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.documents import Accusation, Phase, RoundDocument
 from rdzv_plugins.protocol.effects import Effects, KeepLinks
 from rdzv_plugins.protocol.heartbeat import Heartbeat
-from rdzv_plugins.protocol.join import Join
+from rdzv_plugins.protocol.join import Join, Orders
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.rules import Rules
 
@@ -39,6 +39,7 @@ class Neighbours:
         heartbeat: Heartbeat,
         join: Join,
         contact: Contact,
+        orders: Orders,
     ) -> None:
         self._id = node_id
         self._rules = rules
@@ -47,6 +48,7 @@ class Neighbours:
         self._heartbeat = heartbeat
         self._join = join
         self._contact = contact
+        self._orders = orders
         # Reports of links that `take_up_evidence` has not read: a node, and whether it is gone.
         self._evidence: deque[tuple[str, bool]] = deque()
         # When the next links are due; by linked node, its listener's endpoint (None: it has none).
@@ -65,14 +67,21 @@ class Neighbours:
 
     # In any thread.
 
-    def report(self, node: str, is_gone: bool) -> None:
-        """As `Node.report_dead` and `Node.report_alive`."""
-        self._evidence.append((node, is_gone))
+    def report_dead(self, node: str) -> None:
+        """Report that a node's process has ended, as far as a link tells."""
+        self._evidence.append((node, True))
+        self._orders.wake()
+
+    def report_alive(self, node: str) -> None:
+        """Report that a node answers after `report_dead`."""
+        self._evidence.append((node, False))
+        self._orders.wake()
 
     def report_others(self, others: frozenset[Standing]) -> None:
-        """As `Node.report_others`."""
+        """Report the `Standing` of all other ends of links; `ACCEPTED` for a missing link."""
         self._others, self._others_reported = others, True
         self._hear_others()  # At once, because a request may outlast this node's lease.
+        self._orders.wake()
 
     @property
     def is_reported(self) -> bool:
@@ -81,12 +90,21 @@ class Neighbours:
 
     # In the thread that drives the node.
 
-    def say(self, standing: Standing) -> KeepLinks | None:
-        """The links with this node's standing if that is news, else None."""
-        if not self._heartbeat.record.link or standing is self._said:
+    def news(self) -> KeepLinks | None:
+        """What to say over links now, even during a request, because others decide by it."""
+        if not self._heartbeat.record.link or (standing := self._standing) is self._said:
             return None
         self._said = standing
         return self._links
+
+    @property
+    def _standing(self) -> Standing:
+        document, contact = self._seen.document, self._contact
+        if not contact.fails:
+            return Standing.ACCEPTED
+        is_over = document is not None and document.world_id != self.linked_to
+        is_lost = is_over or contact.why_cut_off or contact.is_alone or contact.others_are_lost
+        return Standing.LOST if is_lost else Standing.FAILING
 
     @property
     def linked_to(self) -> str:

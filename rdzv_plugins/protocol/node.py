@@ -21,7 +21,7 @@ from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError, Rendez
 from rdzv_plugins.kv.sealed import ForeignValueError
 from rdzv_plugins.protocol import rules, words
 from rdzv_plugins.protocol.checkpoint import OwnCheckpoint
-from rdzv_plugins.protocol.contact import Contact, Standing
+from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -44,7 +44,6 @@ from rdzv_plugins.protocol.effects import (
     Expire,
     FinishJoin,
     JoinOutcome,
-    KeepLinks,
     OpenMaster,
     Park,
     PutRecord,
@@ -94,6 +93,10 @@ class Node:
 
     Public members may be used from other threads; one thread drives the generators.
 
+    Attributes:
+        orders: takes what the agent asks for and reports.
+        neighbours: takes what links tell.
+
     Args:
         record: what this node says of itself; its beat, status and round change here.
         join_timeout: seconds within which a join must end in a round; for a spare they begin when
@@ -126,10 +129,10 @@ class Node:
         workers = workers or NoSteps()
         self._seen = seen = Observer(node_id, rules, clock)
         self._contact = Contact(rules, clock)
-        self._orders = Orders()
+        self.orders = Orders()
         self._heartbeat = Heartbeat(node_id, record, rules, clock, chance, wall, seen, workers)
         self._join = Join(
-            self._orders, join_timeout, rules, clock, seen, self._heartbeat, self._contact
+            self.orders, join_timeout, rules, clock, seen, self._heartbeat, self._contact
         )
         self._checkpoint = OwnCheckpoint(workers, self._heartbeat)
         self._lead = Lead(node_id, rules, clock, wall, seen, self._heartbeat)
@@ -137,8 +140,8 @@ class Node:
             node_id, rules, clock, chance, wall, seen, self._heartbeat, self._join, self._lead
         )
         self._master = Master(rules.lease, clock)
-        self._neighbours = Neighbours(
-            node_id, rules, clock, seen, self._heartbeat, self._join, self._contact
+        self.neighbours = Neighbours(
+            node_id, rules, clock, seen, self._heartbeat, self._join, self._contact, self.orders
         )
         self._network = NetworkCheck(node_id, rules.lease, clock, seen.read_record)
         self._keeps_id_at = -math.inf
@@ -187,16 +190,6 @@ class Node:
         return runs and not self._join.waits and not self._seen.closed
 
     @property
-    def _standing(self) -> Standing:
-        """What this node says over its links."""
-        document, contact = self.document, self._contact
-        if not contact.fails:
-            return Standing.ACCEPTED
-        is_over = document is not None and document.world_id != self._neighbours.linked_to
-        is_lost = is_over or contact.why_cut_off or contact.is_alone or contact.others_are_lost
-        return Standing.LOST if is_lost else Standing.FAILING
-
-    @property
     def outage_limit(self) -> float:
         """As `Rules.outage_limit`."""
         return self._rules.outage_limit
@@ -204,7 +197,7 @@ class Node:
     @property
     def ordered(self) -> bool:
         """Whether the node has not taken up an order or a report yet."""
-        return self._orders.any or self._network.reported or self._neighbours.is_reported
+        return self.orders.any or self._network.reported or self.neighbours.is_reported
 
     @property
     def latest(self) -> RoundDocument | None:
@@ -224,7 +217,7 @@ class Node:
     @property
     def done(self) -> bool:
         """Whether this node's workers succeeded in the last round that its agent was given."""
-        return self.record.status is Status.DONE or self._orders.done
+        return self.record.status is Status.DONE or self.orders.done
 
     @property
     def diagnosis(self) -> words.Diagnosis:
@@ -245,46 +238,10 @@ class Node:
     def in_round(self) -> bool:
         """Whether the run, as last seen, still counts on this node."""
         latest, given = self.latest, self._join.given
-        gave_up = self.record.status is Status.LEFT or self._orders.unfit is not None
+        gave_up = self.record.status is Status.LEFT or self.orders.unfit is not None
         if given is None or gave_up:
             return False  # The others decide about it.
         return latest is None or (latest.is_of(given) and latest.names(self.id))
-
-    def order_join(self, failed: bool = False, waited: float = 0.0) -> None:
-        """Ask for the next round; the driver then ends its `Park` or `Rest` early.
-
-        ``failed``: because its workers failed. ``waited``: seconds of ``join_timeout`` already
-        over.
-        """
-        orders = self._orders
-        orders.failed, orders.waited, orders.unfit = failed, waited, None
-        orders.withdraw, orders.join = False, True
-
-    def order_withdrawal(self) -> None:
-        """Give up the join, because its agent is gone. Like `order_join`."""
-        if self._orders.join:
-            # The join was not taken up yet. Its agent was fit, and may report otherwise by now.
-            self._orders.join, self._orders.unfit = False, ""
-        self._orders.withdraw = True
-
-    def report_done(self) -> None:
-        """Say that this node's workers succeeded. Like `order_join`."""
-        self._orders.done = True
-
-    def order_leave(self) -> None:
-        """Leave once the run has saved a checkpoint. Like `order_join`."""
-        self._orders.leave = True
-
-    def note_saved(self) -> None:
-        """Note that a worker of this node has saved. Like `order_join`."""
-        self._orders.saved = True
-
-    def report_unfit(self, reason: str) -> None:
-        """Say that this node asks for no round, and why: its check failed. Like `order_join`.
-
-        The others go on without it until it joins again. A closed run ends it like a join.
-        """
-        self._orders.unfit = reason
 
     def finished(self, begun: Begin, result: Any) -> None:
         """Report the result of a `Begin`, or the exception that it ended with; from any thread."""
@@ -294,28 +251,12 @@ class Node:
             case DialPeer(attempt):
                 self._network.report(attempt, result)
 
-    def report_dead(self, node: str) -> None:
-        """Say that a node's process has ended, as far as a link tells. Like `order_join`."""
-        self._neighbours.report(node, True)
-
-    def report_alive(self, node: str) -> None:
-        """Say that a node answers after `report_dead`. Like `order_join`."""
-        self._neighbours.report(node, False)
-
-    def report_others(self, others: frozenset[Standing]) -> None:
-        """Report the `Standing` of all other ends of links; `ACCEPTED` for a missing link."""
-        self._neighbours.report_others(others)
-
     def note_retry(self) -> None:
         """Note that the store's client repeats a request, even one that waits; from any thread."""
         self._seen.outages.repeats()
         self._contact.fails = True
 
     # For the thread that drives.
-
-    def news_for_others(self) -> KeepLinks | None:
-        """What to say over links now, even during a request, because others decide by it."""
-        return self._neighbours.say(self._standing)
 
     def run(self) -> Effects[None]:
         """Live until the driver stops asking."""
@@ -334,7 +275,7 @@ class Node:
         ``failure``: why its workers or its agent failed, so that it leaves.
         """
         if failure:
-            self._failure, self._orders.unfit = failure, failure
+            self._failure, self.orders.unfit = failure, failure
         yield from self._leave()
         # A delayed beat may overwrite the farewell.
         entry, _ = yield from self._seen.read_record(self.id)
@@ -346,8 +287,8 @@ class Node:
 
     def _leave(self) -> Effects[None]:
         """Say that this node is in no round, and leave the lead to others."""
-        unfit = self.record.unfit if self._orders.unfit is None else self._orders.unfit
-        if self._orders.join:
+        unfit = self.record.unfit if self.orders.unfit is None else self.orders.unfit
+        if self.orders.joins:
             unfit = ""  # It is fit again, and has not written that yet.
         self._heartbeat.amend(
             beat=self.record.beat + 1,
@@ -374,7 +315,7 @@ class Node:
                 # At once, because the requests before the next decision may take long.
                 self._judged = document
                 self._waiting = nodes_waiting(replace(self.view(), document=document))
-            if (news := self.news_for_others()) is not None:
+            if (news := self.neighbours.news()) is not None:
                 yield from news
             answer, error, asked = None, None, self._clock()
             try:
@@ -431,7 +372,7 @@ class Node:
             yield from self._tell_what_it_asked_for()
         if self._join.waits and isinstance(action, rules.Wait):
             yield from self._tell_what_it_waits_for(view)
-        if self._orders.join and isinstance(action, _ENDS):
+        if self.orders.joins and isinstance(action, _ENDS):
             return  # The answer is for a join that was given up; another is ordered.
         # If the write fails, this node does not lead, although it beats and lists.
         seen.is_to_write = isinstance(action, _DECIDES)
@@ -441,12 +382,12 @@ class Node:
     def _take_up(self) -> Effects[None]:
         """Take up orders, reports, and what links have told."""
         self._take_orders()
-        if self._orders.withdraw:
-            self._orders.withdraw = self._join.waits = False
+        if self.orders.withdraws:
+            self.orders.withdraws = self._join.waits = False
             yield from self._leave()
         self._network.take_up()
-        yield from self._neighbours.take_up_evidence()
-        self._neighbours.answer()
+        yield from self.neighbours.take_up_evidence()
+        self.neighbours.answer()
         self._checkpoint.take_up(self.document)
 
     def _look(self) -> Effects[None]:
@@ -501,8 +442,8 @@ class Node:
         return self.record.status is not Status.LEFT or self.record.is_unfit
 
     def _take_orders(self) -> None:
-        self._neighbours.take_up_others()
-        if self._orders.join and self.is_cut_off and not self._contact.why_cut_off:
+        self.neighbours.take_up_others()
+        if self.orders.joins and self.is_cut_off and not self._contact.why_cut_off:
             self._contact.stop_workers()
         if self._join.take_orders():
             self._writer.draw_incarnation()
@@ -622,7 +563,7 @@ class Node:
         """Give the agent its round."""
         self._join.succeed(document)
         self._contact.workers_start()
-        self._neighbours.begin(document)
+        self.neighbours.begin(document)
         place = f"rank {document.ranks[self.id]} of {document.size}"
         text = f"round {document.round}: {place}, MASTER {document.master}"
         # Log before the agent goes on: it may fork its workers, and no thread may log then.
@@ -658,7 +599,7 @@ class Node:
             may_grow=False,
             found=found,
         )
-        self._neighbours.owe_links(_LINKS_SECONDS, document.size)
+        self.neighbours.owe_links(_LINKS_SECONDS, document.size)
 
     def _check_network(
         self, document: RoundDocument, seconds: float | None
@@ -713,7 +654,7 @@ class Node:
         """Wait for a change, the next beat or ``seconds``; but first do what nobody waits for."""
         if self.ordered or self._master.is_reported:
             return  # The driver may have ended a wait for this before this wait began.
-        neighbours = self._neighbours
+        neighbours = self.neighbours
         if neighbours.is_asked or (yield from self._lead.tidy_up()):
             return
         until_links = neighbours.seconds_left
@@ -757,7 +698,7 @@ class Node:
         if damaged and self._has_asked_for_a_lease:
             # Live nodes of the run would have written the document again.
             self._seen.unbelieved.is_overwritten = True
-        elif self._join.waits and not self._orders.withdraw and self._is_hopeless(error):
+        elif self._join.waits and not self.orders.withdraws and self._is_hopeless(error):
             self._join.waits = False
             self._heartbeat.amend(status=Status.LEFT)
             yield from FinishJoin(JoinOutcome(error=error))

@@ -44,7 +44,7 @@ class Parting(StrEnum):
 
 
 class Service:
-    """A node's time in the rounds of a run.
+    """A node's time in the rounds of a run, and how the node parts from it.
 
     Attributes:
         last: the last round that its agent was given.
@@ -53,9 +53,14 @@ class Service:
     """
 
     def __init__(
-        self, label: str, rules: Rules, clock: Callable[[], float], max_restarts: int = 0
+        self,
+        node: Node,
+        rules: Rules,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        max_restarts: int = 0,
     ) -> None:
-        self._label, self._rules, self._clock = label, rules, clock
+        self._node, self._rules, self._clock, self._wall = node, rules, clock, wall
         self._max_restarts = max_restarts
         self.last: RoundDocument | None = None
         self.newcomers: Names | None = None
@@ -67,7 +72,7 @@ class Service:
         """The node's agent is given a round."""
         now = self._clock()
         if self.last is None or not document.is_of(self.last):
-            self.newcomers = newcomers_with(self._label, document)
+            self.newcomers = newcomers_with(self._node.record.label, document)
             self._served, self._failures = 0.0, 0
         else:
             self._served += now - self._began
@@ -95,6 +100,110 @@ class Service:
             return False
         self._failures += 1
         return self._failures > min(_TRIES, self._max_restarts // 2)
+
+    def only_leaves(self, all_done: bool) -> bool:
+        """Whether a node that ends leaves the run open: others work, or it is in no round."""
+        return (self._node.done and not all_done) or not self._node.in_round
+
+    def may_give_up(self, of_workers: bool) -> bool:
+        """Whether a node leaves if others go on, after its workers, or else its agent, failed."""
+        return self.is_new if of_workers else not self._node.done
+
+    def costs_the_others(
+        self, is_over: Callable[[], bool] = lambda: False, grace: float = 0.0
+    ) -> Effects[bool]:
+        """Whether this new node, whose workers failed again, should leave so that the others go on.
+
+        Args:
+            is_over: whether the answer is not needed any more.
+            grace: seconds for which no loss shows, because the store was away.
+        """
+        newcomers, last = self.newcomers or Names(), self.last
+        if last is None or not (yield from self._others_go_on(newcomers)):
+            return False
+        deadline = self._clock() + max(0.0, grace) + loss_shows_within(self._rules)
+        return not (
+            yield from self._follows_from_a_loss(
+                last, lambda: is_over() or self._clock() > deadline
+            )
+        )
+
+    def give_up(self, why: str, *, of_workers: bool, looked: bool = False) -> Effects[Parting]:
+        """Leave a run that goes on without this node, or close it as failed; after `Node.run`.
+
+        It may be driven again if a request failed.
+
+        Args:
+            of_workers: the workers of this new node failed; False: its agent failed.
+            looked: the others are known to be enough.
+        """
+        newcomers = (self.newcomers if of_workers else None) or Names()
+        if looked or (yield from self._others_go_on(newcomers)):
+            yield from self._node.farewell(why)
+            if (yield from self._others_go_on(newcomers, left=True)):
+                return Parting.LEFT
+        if (yield from self.close(Outcome.FAILED, why)):
+            return Parting.CLOSED
+        yield from self._node.farewell(why)
+        return Parting.REPLACED
+
+    def close(self, outcome: Outcome, why: str) -> Effects[bool]:
+        """Close the run if it counts on this node, or did until this node gave up.
+
+        Returns whether the run is closed.
+        """
+        node, last, latest = self._node, self.last, self._node.latest
+        if last is not None and latest is not None and not latest.is_of(last):
+            latest = last  # The store lost this run; the latest was founded since, and goes on.
+
+        def may_close(now: RoundDocument) -> bool:
+            follows = last is not None and now.is_of(last) and now.round == last.round + 1
+            return now.names(node.id) or (follows and now.phase is Phase.FORMING)
+
+        closed = yield from close_run(
+            node.id,
+            latest,
+            outcome,
+            f"{why}; closed by {node.record.label}",
+            self._rules.sweep_after,
+            may_close=may_close,
+            told=node.told_of_the_end,
+        )
+        return closed
+
+    def _others_go_on(self, newcomers: Names, *, left: bool = False) -> Effects[bool]:
+        """Whether the others are enough for a round; ``left``: this node has said that it leaves.
+
+        Where several nodes leave at once, each leaves before it looks at the others, so that the
+        last one finds too few. In a large run only the leader looks, or a node that finds no
+        leader.
+        """
+        me, latest, records = self._node.id, self._node.latest, None
+        if latest is None:
+            return False
+        if latest.is_whole or (left and latest.leader in (None, me)):
+            records = _read((yield from List(NODES_PREFIX)))
+        elif left:
+            return True
+        return goes_on_without(me, latest, records, self._rules, self._wall(), newcomers)
+
+    def _follows_from_a_loss(
+        self, last: RoundDocument, is_over: Callable[[], bool]
+    ) -> Effects[bool]:
+        """Whether the workers failed because a node of the round ``last`` was lost.
+
+        Waits until all other nodes have shown that they live, or ``is_over``: a loss would show by
+        then.
+        """
+        before = _read((yield from List(NODES_PREFIX)))
+        while True:
+            if (latest := self._node.latest) is not None and lost_one(last, latest):
+                return True
+            if is_over():
+                return False
+            if all_live(self._node.id, last, before, _read((yield from List(NODES_PREFIX)))):
+                return False
+            yield from Rest(min(_LOOK_SECONDS, self._rules.interval))
 
 
 def newcomers_with(label: str, document: RoundDocument) -> Names | None:
@@ -179,139 +288,11 @@ def _runs(document: RoundDocument, node: str, record: NodeRecord) -> bool:
     return document.names(node) or record.round >= document.round - forms
 
 
-def others_go_on(
-    node: Node, newcomers: Names, rules: Rules, wall: float, *, left: bool = False
-) -> Effects[bool]:
-    """Whether the others are enough for a round; ``left``: this node has said that it leaves.
-
-    Where several nodes leave at once, each leaves before it looks at the others, so that the last
-    one finds too few. In a large run only the leader looks, or a node that finds no leader.
-    """
-    latest, records = node.latest, None
-    if latest is None:
-        return False
-    if latest.is_whole or (left and latest.leader in (None, node.id)):
-        records = _read((yield from List(NODES_PREFIX)))
-    elif left:
-        return True
-    return goes_on_without(node.id, latest, records, rules, wall, newcomers)
-
-
-def follows_from_a_loss(
-    node: Node, last: RoundDocument, rules: Rules, is_over: Callable[[], bool]
-) -> Effects[bool]:
-    """Whether the workers failed because a node of the round ``last`` was lost.
-
-    Waits until all other nodes have shown that they live, or ``is_over``: a loss would show by
-    then.
-    """
-    before = _read((yield from List(NODES_PREFIX)))
-    while True:
-        if (latest := node.latest) is not None and lost_one(last, latest):
-            return True
-        if is_over():
-            return False
-        if all_live(node.id, last, before, _read((yield from List(NODES_PREFIX)))):
-            return False
-        yield from Rest(min(_LOOK_SECONDS, rules.interval))
-
-
 def loss_shows_within(rules: Rules) -> float:
     """Seconds within which the loss of a participant shows in `Node.waiting`."""
     # The leader may see a node's last heartbeat 1.1 intervals late, and then waits for the lease.
     # If the leader itself was lost, its successor needs up to 2 s to take over.
     return rules.lease + 1.1 * rules.interval + 2.0
-
-
-def costs_the_others(
-    node: Node,
-    service: Service,
-    rules: Rules,
-    wall: Callable[[], float],
-    clock: Callable[[], float],
-    is_over: Callable[[], bool] = lambda: False,
-    grace: float = 0.0,
-) -> Effects[bool]:
-    """Whether this new node, whose workers failed again, should leave so that the others go on.
-
-    Args:
-        is_over: whether the answer is not needed any more.
-        grace: seconds for which no loss shows, because the store was away.
-    """
-    newcomers, last = service.newcomers or Names(), service.last
-    if last is None or not (yield from others_go_on(node, newcomers, rules, wall())):
-        return False
-    deadline = clock() + max(0.0, grace) + loss_shows_within(rules)
-    follows = yield from follows_from_a_loss(
-        node, last, rules, lambda: is_over() or clock() > deadline
-    )
-    return not follows
-
-
-def only_leaves(node: Node, all_done: bool) -> bool:
-    """Whether a node that ends leaves the run open: others work, or it is in no round."""
-    return (node.done and not all_done) or not node.in_round
-
-
-def may_give_up(node: Node, service: Service, of_workers: bool) -> bool:
-    """Whether a node that failed leaves if the others go on; ``of_workers``: its workers failed."""
-    return service.is_new if of_workers else not node.done
-
-
-def give_up(
-    node: Node,
-    service: Service,
-    rules: Rules,
-    why: str,
-    wall: Callable[[], float],
-    *,
-    of_workers: bool,
-    looked: bool = False,
-) -> Effects[Parting]:
-    """Leave a run that goes on without this node, or close it as failed; after `Node.run`.
-
-    It may be driven again if a request failed.
-
-    Args:
-        of_workers: the workers of this new node failed; False: its agent failed.
-        looked: the others are known to be enough.
-    """
-    newcomers = (service.newcomers if of_workers else None) or Names()
-    if looked or (yield from others_go_on(node, newcomers, rules, wall())):
-        yield from node.farewell(why)
-        if (yield from others_go_on(node, newcomers, rules, wall(), left=True)):
-            return Parting.LEFT
-    if (yield from close_as_member(node, service, Outcome.FAILED, why, rules)):
-        return Parting.CLOSED
-    yield from node.farewell(why)
-    return Parting.REPLACED
-
-
-def close_as_member(
-    node: Node, service: Service, outcome: Outcome, why: str, rules: Rules
-) -> Effects[bool]:
-    """Close the run if it counts on this node, or did until this node gave up.
-
-    Returns whether the run is closed.
-    """
-    last, latest = service.last, node.latest
-    if last is not None and latest is not None and not latest.is_of(last):
-        latest = last  # The store lost this run; the latest one was founded since, and goes on.
-
-    def may_close(now: RoundDocument) -> bool:
-        follows = last is not None and now.is_of(last) and now.round == last.round + 1
-        return now.names(node.id) or (follows and now.phase is Phase.FORMING)
-
-    closed = yield from close_run(
-        node.id,
-        latest,
-        outcome,
-        f"{why}; closed by {node.record.label}",
-        rules.sweep_after,
-        may_close=may_close,
-        told=node.told_of_the_end,
-    )
-    return closed
 
 
 def _read(entries: Mapping[str, Entry]) -> dict[str, NodeRecord]:

@@ -33,7 +33,6 @@ from rdzv_plugins.process import agent
 from rdzv_plugins.process.agent import RunAgent
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, Phase, RoundDocument
-from rdzv_plugins.protocol.parting import close_as_member
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.testing.harness import until
@@ -300,10 +299,7 @@ def test_a_run_without_progress_ends_the_agents_with_93(fleet: Run) -> None:
     """Also one whose workers failed, and which has not asked for the next round yet."""
     node, peer = failed_beside_a_peer(fleet)
     handler = peer.handler
-    work = close_as_member(
-        handler._node, handler._service, Outcome.NO_PROGRESS, "no progress", handler._rules
-    )
-    handler._close(work)
+    handler._close(handler._service.close(Outcome.NO_PROGRESS, "no progress"))
     with pytest.raises(SystemExit) as ended:
         node.end()
     assert ended.value.code == 93

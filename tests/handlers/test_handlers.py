@@ -242,7 +242,7 @@ class TestClosing:
         expire.expire = hold  # type: ignore[method-assign]
         leader = site.handler(1, 1, expire)
         site.join(leader)
-        leader._driver.report_done()
+        leader._node.orders.report_done()
         site.await_that(lambda: site.document is None or site.document.closed)
         ends = Background(leader.shutdown)
         assert not ends.done(0.2)
@@ -274,7 +274,7 @@ class TestClosing:
         site.join(handler)
         site.kill(handler)
         again = site.handler(1, 1)
-        again._node = handler._node
+        again._node, again._service = handler._node, handler._service
         MemoryClient(site.server, site.run_id).put(STATE_KEY, b"garbage")
         assert again.shutdown()
         document = site.document

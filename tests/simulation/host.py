@@ -158,7 +158,9 @@ class Host:
             self._wall,
             self.training,
         )
-        self._service = parting.Service(record.label, rules, self.clock, world.plan.max_restarts)
+        self._service = parting.Service(
+            self.node, rules, self.clock, self._wall, world.plan.max_restarts
+        )
         self.gives_up = ""
         """Whose failure it gives up for: "agent" or "workers", though it is new; or "" for none."""
         self.parted: object = None
@@ -273,7 +275,7 @@ class Host:
             return
         self.world.note(f"{self.id} finds {node} {'gone' if gone else 'back'}")
         self._did.clear()
-        (self.node.report_dead if gone else self.node.report_alive)(node)
+        (self.node.neighbours.report_dead if gone else self.node.neighbours.report_alive)(node)
         self._nudge()
 
     def hear_of_others(self, others: frozenset[Standing]) -> None:
@@ -282,7 +284,7 @@ class Host:
             return
         self.world.note(f"{self.id} hears: {' '.join(sorted(it.name for it in others))}")
         self._did.clear()
-        self.node.report_others(others)
+        self.node.neighbours.report_others(others)
         self._nudge()
 
     def may_not_answer(self, since: float) -> bool:
@@ -352,7 +354,7 @@ class Host:
         self.succeeded = True
         self._set(Agent.BARRIER)
         self.world.checker.stopped(self.id, self.node.record.beat)
-        self.node.report_done()
+        self.node.orders.report_done()
         self._nudge()
         self._meet("barrier")
 
@@ -361,7 +363,7 @@ class Host:
         self.world.note(f"{self.id}: newcomers may come now")
         self.world.inject("checkpoint")
         self.track.named_moment = self.world.kernel.now
-        self.node.note_saved()
+        self.node.orders.note_saved()
         self._nudge()
 
     def give_notice(self) -> None:
@@ -370,7 +372,7 @@ class Host:
             return
         self.world.note(f"{self.id} is to leave")
         self.world.inject("notice")
-        self.node.order_leave()
+        self.node.orders.leave()
         self._nudge()
         self._leave_at = self.world.kernel.now + self.world.plan.rules.save_timeout
 
@@ -379,7 +381,7 @@ class Host:
         if shift != self._shift or self._is_late(self._look_at_steps, shift):
             return
         if self.training.has_saved():
-            self.node.note_saved()
+            self.node.orders.note_saved()
             self._nudge()
         latest = self.node.latest
         saved = latest is not None and latest.saving is not None and latest.saving.saved
@@ -396,7 +398,7 @@ class Host:
         self.world.note(f"{self.id} abandons its join")
         self._set(Agent.IDLE)
         self.world.checker.stopped(self.id, self.node.record.beat)
-        self.node.order_withdrawal()
+        self.node.orders.withdraw()
         self._nudge()
         chance, shift = self.world.chance, self._shift
         self.world.kernel.after(chance.uniform(1.0, 3.0), self._after_join, shift, chance.random())
@@ -408,20 +410,18 @@ class Host:
             error: while an exception is raised.
             of_workers: which says that workers failed.
         """
-        if parting.only_leaves(self.node, self._all_done):
+        if self._service.only_leaves(self._all_done):
             self.leave()
             return
         if error and (self.came_late if of_workers else not self.node.done):
             self.gives_up = "workers" if of_workers else "agent"
-        if error and parting.may_give_up(self.node, self._service, of_workers):
+        if error and self._service.may_give_up(of_workers):
             self._give_up(of_workers)
             return
         outcome = Ended.FAILED if error else Ended.SUCCEEDED
         self.world.note(f"{self.id} closes the run, which {outcome.value}")
         self._depart()
-        work = partial(
-            parting.close_as_member, self.node, self._service, outcome, "closed", self.rules
-        )
+        work = partial(self._service.close, outcome, "closed")
         self._end_with(work, self.world.kernel.now + _CLOSE_TIMEOUT)
 
     def _give_up(self, of_workers: bool, looked: bool = False) -> None:
@@ -431,8 +431,7 @@ class Host:
         self._depart()
         self.listing = None
         self.world.checker.unfit(self.id, self.node.record.beat)
-        give_up, of = parting.give_up, (self.node, self._service, self.rules)
-        work = partial(give_up, *of, why, self._wall, of_workers=of_workers, looked=looked)
+        work = partial(self._service.give_up, why, of_workers=of_workers, looked=looked)
         self._end_with(work, self.world.kernel.now + _CLOSE_TIMEOUT)
 
     def _depart(self) -> None:
@@ -641,10 +640,9 @@ class Host:
         plan = self.world.plan
         fails_again = self._failed and plan.torchrun and self._service.fails_again()
         if fails_again and self.node.in_round:
-            asks = parting.costs_the_others(
-                self.node, self._service, self.rules, self._wall, self.clock
+            Command(
+                self.world, self._service.costs_the_others(), self, partial(self._judged, shift)
             )
-            Command(self.world, asks, self, partial(self._judged, shift))
         else:
             self._join_again()
 
@@ -703,7 +701,7 @@ class Host:
     def _order_join(self, failed: bool = False, waited: float = 0.0) -> None:
         self._set(Agent.JOINING)
         self.world.checker.fit(self.id, self.node.record.beat)
-        self.node.order_join(failed, waited)
+        self.node.orders.join(failed, waited)
         self._nudge()
 
     def _stay_out(self, failed: bool, pause: float, waited: float) -> None:
@@ -711,7 +709,7 @@ class Host:
         world.note(f"{self.id} is unfit")
         self._set(Agent.UNFIT)
         world.checker.unfit(self.id, self.node.record.beat)
-        self.node.report_unfit(f"check {world.injected['check failed']} failed")
+        self.node.orders.report_unfit(f"check {world.injected['check failed']} failed")
         self._nudge()
         if world.plan.exits_unfit:
             self.shut_down(error=True)
@@ -725,7 +723,7 @@ class Host:
         if shift != self._shift or self._is_late(self._stay_cut_off, shift):
             return
         world = self.world
-        self.node.report_unfit(self.node.record.unfit)
+        self.node.orders.report_unfit(self.node.record.unfit)
         self._nudge()
         if world.plan.exits_unfit:
             self.shut_down(error=True)

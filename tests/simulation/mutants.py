@@ -55,6 +55,7 @@ from rdzv_plugins.protocol.effects import (
     PutTombstone,
 )
 from rdzv_plugins.protocol.failure_detector import FailureDetector, Watched
+from rdzv_plugins.protocol.join import Orders
 from rdzv_plugins.protocol.master import Master
 from rdzv_plugins.protocol.neighbours import Neighbours
 from rdzv_plugins.protocol.node import Node
@@ -1225,26 +1226,26 @@ def spare_for_ever(patch: Patch) -> None:
 
 @_mutant("the withdrawal of an abandoned join also cancels the next join", seed=6239)
 def withdrawal_after_join(patch: Patch) -> None:
-    withdrawn: set[Node] = set()
+    withdrawn: set[Orders] = set()
 
-    def withdraw(original: Any, node: Node) -> None:
-        original(node)
-        withdrawn.add(node)
+    def withdraw(original: Any, orders: Orders) -> None:
+        original(orders)
+        withdrawn.add(orders)
 
-    def join(original: Any, node: Node, *how: Any) -> None:
-        pending = node in withdrawn and node.ordered
-        withdrawn.discard(node)
-        original(node, *how)
+    def join(original: Any, orders: Orders, *how: Any) -> None:
+        pending = orders in withdrawn and orders.any
+        withdrawn.discard(orders)
+        original(orders, *how)
         if pending:
-            node.order_withdrawal()
+            orders.withdraw()
 
-    patch(Node, "order_withdrawal", withdraw)
-    patch(Node, "order_join", join)
+    patch(Orders, "withdraw", withdraw)
+    patch(Orders, "join", join)
 
 
 @_mutant("an abandoned join still takes a rank", seed=197)
 def join_goes_on(patch: Patch) -> None:
-    patch(Node, "order_withdrawal", lambda *_: None)
+    patch(Orders, "withdraw", lambda *_: None)
 
 
 # What a run leaves in the store.
@@ -1927,10 +1928,10 @@ def tells_nobody_that_it_is_lost(patch: Patch) -> None:
         lambda hear, contact, others: hear(contact, {*others} - {Standing.LOST}),
     )
     patch(
-        Node,
+        Neighbours,
         "_standing",
-        lambda standing, node: (
-            Standing.FAILING if standing(node) is Standing.LOST else standing(node)
+        lambda standing, mine: (
+            Standing.FAILING if standing(mine) is Standing.LOST else standing(mine)
         ),
     )
 
@@ -2121,7 +2122,7 @@ def looks_before_it_has_left(patch: Patch) -> None:
     def others_go_on(original: Any, *of: Any, left: bool = False) -> Effects[bool]:
         return True if left else (yield from original(*of))
 
-    patch(parting, "others_go_on", others_go_on)
+    patch(Service, "_others_go_on", others_go_on)
 
 
 @_mutant(
@@ -2169,9 +2170,9 @@ def counts_newcomers(patch: Patch) -> None:
 )
 def leaves_after_a_loss(patch: Patch) -> None:
     patch(
-        parting,
-        "follows_from_a_loss",
-        lambda follows, node, last, rules, is_over: follows(node, last, rules, lambda: True),
+        Service,
+        "_follows_from_a_loss",
+        lambda follows, service, last, is_over: follows(service, last, lambda: True),
     )
 
 
@@ -2230,7 +2231,7 @@ def heeds_no_accusation(patch: Patch) -> None:
 
 @_mutant("a node whose link broke says so in its record, and rings", 35, _DIES)
 def keeps_what_it_found(patch: Patch) -> None:
-    patch(Node, "report_dead", lambda *_: None)
+    patch(Neighbours, "report_dead", lambda *_: None)
 
 
 @_mutant("who has confirmed its rank has links soon, though the round does not run", 525, _DIES)

@@ -66,7 +66,7 @@ class Member(Life):
     def ask(self) -> None:
         """Its agent asks for a round: its workers failed, or it was told to."""
         self.joining, self._asks_at = True, None
-        self.node.order_join()
+        self.node.orders.join()
 
     @property
     def due(self) -> float:
@@ -155,7 +155,7 @@ class Crowd:
             others = frozenset(missing.union(members[it].standing for it in living))
             if member.alive and others != member.others:
                 member.others = others
-                member.node.report_others(others)
+                member.node.neighbours.report_others(others)
 
     def play_until(self, condition: Callable[[], bool], seconds: float) -> float:
         """Play until this holds; returns the seconds that it took."""

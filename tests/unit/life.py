@@ -76,14 +76,14 @@ class Life:
             link=4711 if rules.answer is not None else 0,
         )  # fmt: skip
         self.node = Node(name, record, rules, 60.0, time, random.Random(seed), wall=time)
-        self.node.order_join()
+        self.node.orders.join()
         self.life = self.node.run()
         self.request: effects.Effect[Any] = next(self.life)
 
     def join_again(self) -> None:
         """What the driver does; the workers of this node failed if nobody told it to."""
         self.outcomes.clear()
-        self.node.order_join(failed=self.node.waiting == 0)
+        self.node.orders.join(failed=self.node.waiting == 0)
         self.send(None)
 
     def go(self) -> list[str]:

@@ -37,7 +37,7 @@ def dies(crowd: Crowd, *members: Member) -> None:
     for other in crowd.members.values():
         for member in members:
             if other.alive and member.node.id in other.links:
-                other.node.report_dead(member.node.id)
+                other.node.neighbours.report_dead(member.node.id)
 
 
 def document(crowd: Crowd) -> RoundDocument:
@@ -151,7 +151,7 @@ def test_who_walks_past_the_gone_finds_those_behind(crowd: Crowd) -> None:
     dies(crowd, *(crowd.members[name] for name in gone))
     crowd.play(0.05)
     assert all("n5" in crowd.members[it].links for it in ("n3", "n7"))
-    crowd.members["n3"].node.report_dead("n5")
+    crowd.members["n3"].node.neighbours.report_dead("n5")
     crowd.play_until(lambda: runs_without(crowd, *gone), 3.0)
 
 
@@ -162,7 +162,7 @@ def test_one_that_lives_answers_and_stays(crowd: Crowd, name: str) -> None:
     before = record(crowd, name).beat
     for other in crowd.members.values():
         if name in other.links:
-            other.node.report_dead(name)
+            other.node.neighbours.report_dead(name)
     crowd.play(0.2)
     assert record(crowd, name).beat > before
     crowd.play(40.0)
@@ -179,7 +179,7 @@ def test_one_for_whom_alone_the_store_is_far_has_time_to_answer(crowd: Crowd, na
     assert 600 <= record(crowd, name).slow < 700
     for other in crowd.members.values():
         if name in other.links:
-            other.node.report_dead(name)
+            other.node.neighbours.report_dead(name)
     crowd.play(40.0)
     assert (document(crowd).round, document(crowd).phase) == (0, Phase.RUNNING)
     # And one that is killed is lost sooner than by its lease still.
@@ -195,7 +195,7 @@ def test_after_an_outage_of_a_moment_some_answer_later(crowd: Crowd, name: str) 
     late.slow = lambda request: max(0.001, back - late.since)
     for other in crowd.members.values():
         if name in other.links:
-            other.node.report_dead(name)
+            other.node.neighbours.report_dead(name)
     crowd.play(0.1)
     for other in crowd.members.values():
         other.node.note_retry()
@@ -231,7 +231,7 @@ def test_one_that_lives_and_is_back_last_is_not_lost(crowd: Crowd, name: str) ->
     begin(crowd)
     for other in crowd.members.values():
         if name in other.links:
-            other.node.report_dead(name)
+            other.node.neighbours.report_dead(name)
     away(crowd, 8.0)
     crowd.members[name].down = True
     crowd.play(0.9)
@@ -243,7 +243,7 @@ def test_one_that_lives_and_is_back_last_is_not_lost(crowd: Crowd, name: str) ->
 def test_an_answer_that_is_lost_is_repeated_in_time(crowd: Crowd) -> None:
     begin(crowd)
     before = record(crowd, "n3").beat
-    crowd.members["n2"].node.report_dead("n3")
+    crowd.members["n2"].node.neighbours.report_dead("n3")
     crowd.play_until(lambda: record(crowd, "n3").beat >= before + 3, RULES.answer or 0.0)
 
 
@@ -253,11 +253,11 @@ def test_who_is_accused_by_all_answers_all(crowd: Crowd) -> None:
     for _ in range(5):
         for other in crowd.members.values():
             for node in other.links:
-                other.node.report_dead(node)
+                other.node.neighbours.report_dead(node)
         crowd.play(1.0)
         for other in crowd.members.values():
             for node in other.links:
-                other.node.report_alive(node)
+                other.node.neighbours.report_alive(node)
         crowd.play(7.0)
     assert (document(crowd).round, document(crowd).phase) == (0, Phase.RUNNING)
     assert all(not record(crowd, name).accuses for name in NAMES)
@@ -311,7 +311,7 @@ def test_one_without_links_is_asked_nothing(crowd: Crowd) -> None:
     crowd.play(1.0)
     assert "n2" not in third.links
     assert not old.links
-    third.node.report_dead("n2")
+    third.node.neighbours.report_dead("n2")
     crowd.play(40.0)
     assert document(crowd).round == 0
 
@@ -319,7 +319,7 @@ def test_one_without_links_is_asked_nothing(crowd: Crowd) -> None:
 def test_who_leaves_is_not_accused(crowd: Crowd) -> None:
     begin(crowd)
     crowd.members["n3"].leave()
-    crowd.members["n2"].node.report_dead("n3")
+    crowd.members["n2"].node.neighbours.report_dead("n3")
     crowd.play_until(lambda: runs_without(crowd, "n3"), 3.0)
     assert document(crowd).reason == "n3[1] left"
     assert record(crowd, "n2").accuses == ()
@@ -350,6 +350,6 @@ def test_a_row_of_twelve_that_die_at_once_is_found_from_its_edge(crowd: Crowd) -
             for other in {*member.links} & {*gone} if member.alive else ():
                 if (name, other) not in told:
                     told.add((name, other))
-                    member.node.report_dead(other)
+                    member.node.neighbours.report_dead(other)
         crowd.play(0.05)
         assert crowd.time.now < began + 5.0

@@ -51,12 +51,12 @@ class TestANodeThatTheStoreRefuses:
         refuse(other)
         other.send(None)
         bear(other, RULES.lease + 1.0)
-        other.node.order_join()
+        other.node.orders.join()
         bear(other, 5.0)
         assert len(other.outcomes) == 1
         assert other.node.waiting == 0
         other.down = False
-        leader.node.order_join()
+        leader.node.orders.join()
         finish(leader, other)
         assert other.outcomes[-1].document is not None
 
@@ -213,7 +213,7 @@ def test_who_comes_back_tells_for_how_long_two_worlds_may_have_trained(
     while len(leader.outcomes) == 1:
         bear(other, 0.1)
         if leader.node.waiting:
-            leader.node.order_join()
+            leader.node.orders.join()
             leader.send(None)
         elif not leader.go():
             leader.wake()

@@ -213,12 +213,12 @@ class TestNodes:
             min_nodes=1, max_nodes=3, lease=3.0, interval=1.0, last_call=0.0, grow="checkpoint"
         )
         (first,) = crowd.begin(each, "n1")
-        first.node.note_saved()
+        first.node.orders.note_saved()
         crowd.play(5.0)
         second = crowd.join("n2", each)
         crowd.play(60.0)
         assert second.given == []  # That moment was another.
-        first.node.note_saved()
+        first.node.orders.note_saved()
         crowd.play_until(lambda: bool(second.given), 3.0)
 
     def test_a_scale_up_does_not_stop_workers_for_a_last_call(self) -> None:

@@ -103,7 +103,7 @@ class TestANodesLife:
         crowd.play_until(lambda: all(member.given for member in members.values()), 30.0)
         for member in members.values():
             member.said.clear()
-            member.node.report_done()
+            member.node.orders.report_done()
         crowd.play_until(lambda: crowd.document.closed, 30.0)
         crowd.play(5.0)
         by = crowd.document.leader

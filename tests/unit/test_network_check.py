@@ -46,7 +46,7 @@ def sits_out(member: Member) -> str:
     assert outcome.failure is Failure.AT_FAULT
     member.failed.clear()
     member.alive = True
-    member.node.report_unfit(record(member).unfit)
+    member.node.orders.report_unfit(record(member).unfit)
     return record(member).unfit
 
 

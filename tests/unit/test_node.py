@@ -261,10 +261,10 @@ def test_who_lost_the_lead_does_not_close_the_run(server: MemoryServer, time: Ti
     leader, joiner = Life("n1", server, time, RULES), Life("n2", server, time, RULES)
     leader.go()
     finish(leader, joiner)
-    joiner.node.report_done()
+    joiner.node.orders.report_done()
     joiner.send(None)
     joiner.go()
-    leader.node.report_done()
+    leader.node.orders.report_done()
     leader.send(None)
     for _ in range(20):
         if leader.node.closing:

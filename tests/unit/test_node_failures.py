@@ -118,7 +118,7 @@ def test_an_order_that_came_before_a_wait_ends_it(pair: tuple[Life, Life]) -> No
     assert isinstance(joiner.request, effects.Park)
     joiner.time.now += joiner.request.seconds + 1e-6
     joiner.send(None)
-    joiner.node.order_join()
+    joiner.node.orders.join()
     assert joiner.go() == ["PutRecord", "Read nodes/n1", "PutRecord", "Read state", "Read nodes/n1"]
 
 

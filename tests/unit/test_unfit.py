@@ -44,14 +44,14 @@ def turn_unfit(member: Member, reason: str = ECC) -> None:
     """Its agent asks for a round, and its check fails."""
     member.joining = False
     member.stops = None
-    member.node.report_unfit(reason)
+    member.node.orders.report_unfit(reason)
 
 
 def arrives_unfit(crowd: Crowd, name: str, rules: Rules) -> Member:
     """A newcomer whose check fails before its first join."""
     member = Member(name, crowd.server, crowd.time, rules, seed=99)
     # Its life as it is before the first request, without the order to join.
-    member.node._orders.join = False
+    member.node.orders.joins = False
     turn_unfit(member)
     member.life = member.node.run()
     member.request = next(member.life)
@@ -190,9 +190,9 @@ class TestWhatIsTold:
         c = arrives_unfit(crowd, "c", RULES_OF_3)
         crowd.play(5.0)
         for _ in range(3):
-            c.node.report_unfit(ECC)
+            c.node.orders.report_unfit(ECC)
             crowd.play(3.0)
-        c.node.report_unfit("disk: /tmp is full")
+        c.node.orders.report_unfit("disk: /tmp is full")
         crowd.play(3.0)
         told = [line for line in a.told + a.said if "does not join" in line]
         assert told == [f"c[1] does not join: {ECC}", "c[1] does not join: disk: /tmp is full"]
@@ -299,12 +299,12 @@ class TestWhenTheRunEnds:
     def test_it_closes_nothing_itself(self, crowd: Crowd) -> None:
         _, _, c = crowd.begin(RULES_OF_3, "a", "b", "c")
         assert c.node.in_round
-        c.node.report_unfit(ECC)
+        c.node.orders.report_unfit(ECC)
         assert not c.node.in_round, "shutdown() must only leave, also before this is written"
 
     def test_its_farewell_keeps_the_reason(self, crowd: Crowd) -> None:
         a, b, c = crowd.begin(RULES_OF_3, "a", "b", "c")
-        c.node.report_unfit(ECC)
+        c.node.orders.report_unfit(ECC)
         c.leave()
         crowd.play_until(lambda: len(a.given) == 2 == len(b.given), 10.0)
         assert crowd.document.reason == f"c[1] left ({ECC})"
@@ -314,9 +314,9 @@ class TestWhenTheRunEnds:
         c = arrives_unfit(crowd, "c", RULES_OF_3)
         crowd.play(3.0)
         c.down = True
-        c.node.order_join()
-        c.node.order_withdrawal()
-        c.node.report_unfit("disk: /tmp is full")
+        c.node.orders.join()
+        c.node.orders.withdraw()
+        c.node.orders.report_unfit("disk: /tmp is full")
         crowd.play(3.0)
         c.down = False
         crowd.play(3.0)
@@ -328,8 +328,8 @@ class TestWhenTheRunEnds:
         crowd.begin(RULES_OF_3, "a", "b")
         c = arrives_unfit(crowd, "c", RULES_OF_3)
         crowd.play(3.0)
-        c.node.order_join()
-        c.node.order_withdrawal()
+        c.node.orders.join()
+        c.node.orders.withdraw()
         crowd.play(3.0)
         said = record(crowd, c)
         assert said is not None
@@ -341,8 +341,8 @@ class TestOneNode:
 
     def test_it_beats_once_an_interval_and_asks_nothing_else(self) -> None:
         life = Life("a", MemoryServer(), Time(), RULES)
-        life.node._orders.join = False
-        life.node.report_unfit(ECC)
+        life.node.orders.joins = False
+        life.node.orders.report_unfit(ECC)
         life.life = life.node.run()
         life.request = next(life.life)
         life.go()
@@ -357,7 +357,7 @@ class TestOneNode:
         life = Life("a", server, time, alone)
         life.go()
         assert life.outcomes
-        life.node.report_unfit(ECC)
+        life.node.orders.report_unfit(ECC)
         life.send(None)
         asked = life.go()
         assert "CompareAndSet state" in asked
@@ -365,7 +365,7 @@ class TestOneNode:
         assert document is not None
         assert document.leader is None
         life.outcomes.clear()
-        life.node.order_join()
+        life.node.orders.join()
         life.send(None)
         for _ in range(10):
             life.go()
@@ -378,7 +378,7 @@ class TestOneNode:
     def test_the_time_that_it_was_unfit_counts_against_join_timeout(self) -> None:
         life = Life("a", MemoryServer(), Time(), RULES)
         life.go()
-        life.node.order_join(waited=58.0)
+        life.node.orders.join(waited=58.0)
         life.send(None)
         began = life.time.now
         while not life.outcomes:
