@@ -1,4 +1,4 @@
-"""Generate docs/options.md, docs/stores.md and the index of docs/troubleshooting.md.
+"""Generate docs/options.md, docs/stores.md, and parts of troubleshooting.md and simulation.md.
 
 python -m docs.generate          # write
 python -m docs.generate --check  # exit status 1 if what is there is out of date
@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
 from itertools import pairwise
@@ -18,10 +19,18 @@ from pathlib import Path
 from rdzv_plugins.settings.options import PollingOptions, ServerOptions, Settings, StoreOptions
 from rdzv_plugins.settings.parsing import COUNTERPARTS, WITHOUT_EFFECT
 from rdzv_plugins.stores import STORES, client_class
+from tests.simulation.mutants import MUTANTS
 
 HERE = Path(__file__).parent
 # A line of the index has the first words of a heading.
 _INDEXED_WORDS = 6
+# Headings of docs/protocol.md that only group rules.
+_PARTS = ("Safety", "Liveness", "Policies")
+_RULES = """
+Each rule of [the protocol](protocol.md), the tests that carry its name in `pytest.mark.rule(...)`,
+and the mutants that break it. The simulator's invariants check all rules at once; `make docs`
+writes this table.
+"""
 GENERATED = "<!-- Generated from the code by `make docs`; edit that. -->\n\n"
 
 
@@ -113,11 +122,46 @@ def troubleshooting_page() -> str:
     return f"{head}{mark}\n{''.join(lines)}\n## {body}"
 
 
+def simulation_page() -> str:
+    """The page as it is, with a table of the rules of docs/protocol.md and of what breaks them."""
+    head, mark, _ = _read(HERE / "simulation.md").partition("\n## Rules\n")
+    return f"{head}{mark}{rules_table()}"
+
+
+def rules_table() -> str:
+    """Raises `KeyError` for a test or a mutant of a rule that docs/protocol.md does not have."""
+    headings = re.findall(r"^###? (.+)$", _read(HERE / "protocol.md"), re.MULTILINE)
+    rows = {it.lower(): (it, set[str](), list[str]()) for it in headings if it not in _PARTS}
+    for path in sorted((HERE.parent / "tests").glob("*/test_*.py")):
+        for rule, place in _marked(path):
+            rows[rule.lower()][1].add(f"{path.parent.name}/{path.stem}{place}")
+    for name, mutant in MUTANTS.items():
+        rows[mutant.rule.lower()][2].append(name)
+    lines = ["| rule | tests | mutants |", "| --- | --- | --- |"]
+    lines += [
+        f"| {heading} | {', '.join(sorted(tests)) or 'none'} | {', '.join(mutants) or 'none'} |"
+        for heading, tests, mutants in rows.values()
+    ]
+    return f"{_RULES}\n" + "\n".join(lines) + "\n"
+
+
+def _marked(path: Path) -> Iterator[tuple[str, str]]:
+    """(rule, the class or function marked with it; "" for the whole file)."""
+    for node in ast.parse(_read(path)).body:
+        marks, place = getattr(node, "decorator_list", []), f"::{getattr(node, 'name', '')}"
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            marks, place = list(ast.walk(node.value)), ""
+        for mark in marks:
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.rule":
+                yield from ((ast.literal_eval(rule), place) for rule in mark.args)
+
+
 def main() -> int:
     pages = {
         "options.md": options_page(),
         "stores.md": stores_page(),
         "troubleshooting.md": troubleshooting_page(),
+        "simulation.md": simulation_page(),
     }
     stale = [name for name, text in pages.items() if _read(HERE / name) != text]
     if "--check" in sys.argv:

@@ -32,6 +32,8 @@ from rdzv_plugins.testing.threads import Background, together
 from rdzv_plugins.torch.agent_store import AgentStore
 from tests.handlers.site import LEASE, site
 
+pytestmark = pytest.mark.rule("a round", "done")
+
 WORLD, WORKERS = 2, 3
 CHANGED = "torch waits for something else now: see rdzv_plugins/torch/agent_store.py"
 

@@ -10,6 +10,8 @@ from rdzv_plugins.protocol.documents import Status
 from rdzv_plugins.testing.threads import Background
 from tests.handlers.site import site
 
+pytestmark = pytest.mark.rule("quarantine")
+
 
 def test_by_default_its_fourth_coming_ends_no_round(caplog: pytest.LogCaptureFixture) -> None:
     with site() as run, caplog.at_level(logging.WARNING):

@@ -54,6 +54,7 @@ def say_that_the_agent_failed(handler: StoreRendezvousHandler) -> bool:
         return handler.shutdown()
 
 
+@pytest.mark.rule("replaced")
 class TestWhoWasReplaced:
     """It was cut off, the others went on, and its own workers fail before it knows."""
 
@@ -100,6 +101,7 @@ class TestWhoWasReplaced:
         assert not any(handler.is_closed() for handler in pair)
 
 
+@pytest.mark.rule("incarnations")
 class TestFinishedRuns:
     def test_who_comes_back_after_the_sweep_does_not_run_it_again(self, site: Site) -> None:
         cut = site.client()
@@ -197,6 +199,7 @@ class TestFinishedRuns:
         assert prefixes[0] != prefixes[1]
 
 
+@pytest.mark.rule("closed stays closed")
 class TestClosing:
     def test_a_closed_run_whose_expiry_failed_is_freed_by_whoever_meets_it(
         self, site: Site
@@ -293,6 +296,7 @@ class SignalError(Exception):
     """What torch's launcher raises in the main thread at a signal."""
 
 
+@pytest.mark.rule("a round")
 class TestAbandonedJoin:
     def test_a_join_that_was_given_up_takes_no_rank(self, site: Site) -> None:
         gives_up = site.handler(2, 2)
@@ -449,6 +453,7 @@ class Given:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.rule("a round")
 def test_a_death_just_after_release_costs_a_round_and_no_more(site: Site, victim: int) -> None:
     """torch's agents wait for a word of the dead one, for 300 s, in their exchange of roles."""
     handlers = [site.handler(1, 3, last_call_timeout=0.5) for _ in range(3)]
@@ -564,6 +569,7 @@ def test_a_node_counts_the_time_for_which_its_host_was_suspended(
     assert handler.num_nodes_waiting() > 0
 
 
+@pytest.mark.rule("outage")
 def test_a_leader_whose_host_was_suspended_takes_nobody_for_lost(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ from rdzv_plugins.testing.threads import Background
 from tests.handlers.site import LEASE, Site, succeed
 from tests.handlers.site import site as make_site
 
+pytestmark = pytest.mark.rule("unfit nodes")
+
 BAD = "sh: GPU 3 is hot"
 
 

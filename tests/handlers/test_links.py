@@ -11,6 +11,8 @@ from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.testing.proxy import Proxy
 from tests.handlers.site import Site
 
+pytestmark = pytest.mark.rule("accusations")
+
 
 def has_link(of: StoreRendezvousHandler, to: StoreRendezvousHandler) -> bool:
     assert of._links is not None

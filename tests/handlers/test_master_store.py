@@ -15,6 +15,8 @@ from rdzv_plugins.torch.master_store import TAKES_SOCKETS, open_store
 from tests.handlers.site import site
 from tests.servers.process import free_ports
 
+pytestmark = pytest.mark.rule("a fresh MASTER")
+
 NAME = "rdzv-test-door"
 
 

@@ -20,6 +20,8 @@ from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.testing.threads import Background
 from tests.handlers.site import Site
 
+pytestmark = pytest.mark.rule("parting", "parting under torchrun")
+
 MISSING = FileNotFoundError(2, "No such file or directory", "/none/train")
 
 

@@ -26,6 +26,8 @@ from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 
+pytestmark = pytest.mark.rule("a fresh MASTER")
+
 SETTINGS = Settings(keep_alive_interval=0.2, last_call_timeout=0, join_timeout=20)
 NODES = 3
 

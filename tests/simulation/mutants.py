@@ -219,7 +219,7 @@ def _through(
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """What it breaks, in words, and how.
+    """How it breaks a rule; ``breaks`` is the rule's heading in docs/protocol.md, and a sentence.
 
     ``seed`` is close to a seed that catches the mutant. If the necessary faults are too rare in
     unrestricted plans, ``focus`` restricts the plans.
@@ -229,6 +229,10 @@ class Mutant:
     put_in: Callable[[Patch], None]
     seed: int = 1
     focus: Focus = EVERYTHING
+
+    @property
+    def rule(self) -> str:
+        return self.breaks.partition(": ")[0]
 
     @property
     def plans(self) -> Focus:
@@ -498,7 +502,8 @@ def no_heir(patch: Patch) -> None:
 
 
 @_mutant(
-    "lead: a leader that sends heartbeats but cannot read all records stays the leader",
+    "a leader shows that it leads: a leader that sends heartbeats but cannot read all records "
+    "stays the leader",
     seed=51,
     focus=Focus(kinds=("grey host",), settings={"stays_grey": True}),
 )
@@ -508,7 +513,8 @@ def never_mind_leading(patch: Patch) -> None:
 
 
 @_mutant(
-    "lead: a leader that sends heartbeats but cannot write the document stays the leader",
+    "a leader shows that it leads: a leader that sends heartbeats but cannot write the document"
+    " stays the leader",
     seed=70,
     focus=Focus(
         kinds=("grey host", "crash"), settings={"stays_grey": True, "writes_refused": True}
@@ -577,7 +583,7 @@ def loss_unseen(patch: Patch) -> None:
     patch.leaders_view(lambda view, document: _under(view, restart_on_loss=False))
 
 
-@_mutant("a participant that joins again does not restart the round of the others", seed=39)
+@_mutant("loss: a participant that joins again does not restart the round of the others", seed=39)
 def failure_unseen(patch: Patch) -> None:
     patch(
         situation,
@@ -658,7 +664,7 @@ def no_grace_at_first_sight(patch: Patch) -> None:
     patch(FailureDetector, "keep", keep)
 
 
-@_mutant("a new leader judges nodes by observations from before it led", seed=308)
+@_mutant("leases: a new leader judges nodes by observations from before it led", seed=308)
 def no_window_at_takeover(patch: Patch) -> None:
     def restart(original: Any, detector: Any, now: float, grace: float = 0.0, **rest: Any) -> None:
         if grace:
@@ -668,7 +674,7 @@ def no_window_at_takeover(patch: Patch) -> None:
 
 
 @_mutant(
-    "a slow answer counts as an observation at the time when it arrived",
+    "leases: a slow answer counts as an observation at the time when it arrived",
     seed=84,
     focus=Focus(
         kinds=("slow store", "crash", "stall"),
@@ -684,7 +690,7 @@ def answer_time(patch: Patch) -> None:
 
 
 @_mutant(
-    "documents written by the leader do not count as its heartbeats, although two "
+    "leases: documents written by the leader do not count as its heartbeats, although two "
     "amnesias within a lease hide the heartbeats",
     seed=141,
     focus=Focus(
@@ -791,7 +797,7 @@ def numbers_from_zero(patch: Patch) -> None:
     patch.leaders_view(blind)
 
 
-@_mutant("two rounds with the same number are treated as the same round", seed=1154)
+@_mutant("incarnations: two rounds with the same number are treated as the same round", seed=1154)
 def numbers_alike(patch: Patch) -> None:
     def alike(document: RoundDocument, record: NodeRecord) -> NodeRecord:
         same = record.status is Status.RUN and record.round == document.round
@@ -825,7 +831,7 @@ def closed_reopens(patch: Patch) -> None:
     patch.view(reopened)
 
 
-@_mutant("a round runs before its participants have confirmed it", seed=5)
+@_mutant("a round: a round runs before its participants have confirmed it", seed=5)
 def no_confirmation(patch: Patch) -> None:
     patch(
         situation,
@@ -836,7 +842,10 @@ def no_confirmation(patch: Patch) -> None:
     )
 
 
-@_mutant("the leader waits for a participant that dies while the round is being confirmed", seed=38)
+@_mutant(
+    "a round: the leader waits for a participant that dies while the round is being confirmed",
+    seed=38,
+)
 def confirming_blind(patch: Patch) -> None:
     def blind(view: View, document: RoundDocument) -> View:
         if document.phase is not Phase.CONFIRMING:
@@ -846,7 +855,7 @@ def confirming_blind(patch: Patch) -> None:
     patch.leaders_view(blind)
 
 
-@_mutant("a node with other --nnodes is admitted", seed=6)
+@_mutant("one size: a node with other --nnodes is admitted", seed=6)
 def mixed_nodes(patch: Patch) -> None:
     def agreeing(view: View) -> View:
         if not _has_another_size(view):
@@ -858,7 +867,9 @@ def mixed_nodes(patch: Patch) -> None:
     patch(situation, "fits", lambda *_: True)
 
 
-@_mutant("a participant that returns to a round that continued without it stays lost", seed=67)
+@_mutant(
+    "loss: a participant that returns to a round that continued without it stays lost", seed=67
+)
 def lost_for_good(patch: Patch) -> None:
     patch.leaders_view(lambda view, document: _watching(view, lambda node, it: {"moved": False}))
 
@@ -866,7 +877,9 @@ def lost_for_good(patch: Patch) -> None:
 # What an agent is told.
 
 
-@_mutant("a failed join is not reported to the agent while the store is unreachable", seed=292)
+@_mutant(
+    "a round: a failed join is not reported to the agent while the store is unreachable", seed=292
+)
 def silent_failure(patch: Patch) -> None:
     unanswered: dict[Node, Effect[Any]] = {}
 
@@ -888,7 +901,9 @@ def silent_failure(patch: Patch) -> None:
 
 
 @_mutant(
-    "if a round ended before a participant saw it run, the participant never starts it", seed=272
+    "consistency: if a round ended before a participant saw it run, the participant never "
+    "starts it",
+    seed=272,
 )
 def missed_round(patch: Patch) -> None:
     def too_late(view: View) -> View:
@@ -900,7 +915,10 @@ def missed_round(patch: Patch) -> None:
     patch.view(too_late)
 
 
-@_mutant("a node writes a round back to an empty store without looking for the tombstone", seed=355)
+@_mutant(
+    "incarnations: a node writes a round back to an empty store without looking for the tombstone",
+    seed=355,
+)
 def swept_runs_again(patch: Patch) -> None:
     def sure(view: View) -> View:
         if view.document is not None or view.latest is None:
@@ -911,7 +929,7 @@ def swept_runs_again(patch: Patch) -> None:
 
 
 @_mutant(
-    "that a run had no tombstone holds for as long as the document stays away",
+    "incarnations: that a run had no tombstone holds for as long as the document stays away",
     seed=1025,
     focus=Focus(
         kinds=("workers succeed", "amnesia"),
@@ -932,7 +950,7 @@ def no_tombstone_for_ever(patch: Patch) -> None:
 
 
 @_mutant(
-    "the node that closes a run writes no tombstone",
+    "incarnations: the node that closes a run writes no tombstone",
     seed=258,
     focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
 )
@@ -948,7 +966,9 @@ def no_tombstone(patch: Patch) -> None:
 
 
 @_mutant(
-    "the nodes of an older run overwrite the document of another live run of the same id", seed=31
+    "incarnations: the nodes of an older run overwrite the document of another live run of the "
+    "same id",
+    seed=31,
 )
 def older_run_wins(patch: Patch) -> None:
     def adopt(original: Any, seen: Observer, *of: Any, **named: Any) -> Effects[None]:
@@ -1009,13 +1029,13 @@ def nobody_told_of_failure(patch: Patch) -> None:
 # Nodes that are done.
 
 
-@_mutant("a node whose workers succeeded is treated as lost", seed=17)
+@_mutant("done: a node whose workers succeeded is treated as lost", seed=17)
 def done_is_gone(patch: Patch) -> None:
     patch(situation, "is_done", lambda *_: False)
 
 
 @_mutant(
-    "newcomers restart a round in which a node's workers have succeeded",
+    "done: newcomers restart a round in which a node's workers have succeeded",
     seed=191,
     focus=Focus(kinds=("workers succeed", "newcomer", "newcomer")),
 )
@@ -1035,7 +1055,7 @@ def done_is_disturbed(patch: Patch) -> None:
     patch.leaders_view(unaware)
 
 
-@_mutant("nodes that are done wait in torch's exit barrier for lost nodes", seed=1147)
+@_mutant("done: nodes that are done wait in torch's exit barrier for lost nodes", seed=1147)
 def nobody_closes_what_is_done(patch: Patch) -> None:
     def wait(view: View, document: RoundDocument, action: Action) -> Action:
         records = {**(view.records or {}), view.me: view.record}
@@ -1046,13 +1066,13 @@ def nobody_closes_what_is_done(patch: Patch) -> None:
     patch.leaders_decision(wait)
 
 
-@_mutant("each node is judged by the leader's lease instead of its own", seed=70)
+@_mutant("leases: each node is judged by the leader's lease instead of its own", seed=70)
 def one_lease_for_all(patch: Patch) -> None:
     _lost(patch, lambda view, node: view.confirmed_silence(node) >= view.rules.lease)
 
 
 @_mutant(
-    "a delayed heartbeat overrides a later record of the same node",
+    "leases: a delayed heartbeat overrides a later record of the same node",
     seed=45,
     focus=Focus(kinds=("leave", "workers succeed", "worker failure"), settings={"late": 0.3}),
 )
@@ -1060,7 +1080,9 @@ def beats_go_back(patch: Patch) -> None:
     patch(RecordCache, "decode", lambda decode, cache, entries: decode(RecordCache(), entries))
 
 
-@_mutant("a node with other --nnodes creates a run while the nodes of another run live", seed=6)
+@_mutant(
+    "one size: a node with other --nnodes creates a run while the nodes of another run live", seed=6
+)
 def stray_founds_at_once(patch: Patch) -> None:
     patch.view(
         lambda view: (
@@ -1071,7 +1093,7 @@ def stray_founds_at_once(patch: Patch) -> None:
     )
 
 
-@_mutant("a node that has not yet asked for the next round is evicted at once", seed=2)
+@_mutant("exclusivity: a node that has not yet asked for the next round is evicted at once", seed=2)
 def evicted_at_once(patch: Patch) -> None:
     patch(decisions, "rejoin_patience", lambda *_: 0.0)
 
@@ -1079,7 +1101,7 @@ def evicted_at_once(patch: Patch) -> None:
 # Orders from people, and quarantine.
 
 
-@_mutant("a leader names a drained node that asks for a round", seed=34, focus=_DRAINS)
+@_mutant("drain: a leader names a drained node that asks for a round", seed=34, focus=_DRAINS)
 def drained_joins_again(patch: Patch) -> None:
     def keep_out(
         original: Any, policy: KeptOut, document: RoundDocument, records: Any, now: float
@@ -1092,7 +1114,7 @@ def drained_joins_again(patch: Patch) -> None:
     patch(KeptOut, "keep_out", keep_out)
 
 
-@_mutant("a leader takes no drained node out of the round that runs", seed=4, focus=_DRAINS)
+@_mutant("drain: a leader takes no drained node out of the round that runs", seed=4, focus=_DRAINS)
 def drained_stays(patch: Patch) -> None:
     patch(
         KeptOut,
@@ -1105,7 +1127,7 @@ def drained_stays(patch: Patch) -> None:
     )
 
 
-@_mutant("a leader names the nodes of excluded hosts", focus=_EXCLUDES)
+@_mutant("exclusions: a leader names the nodes of excluded hosts", focus=_EXCLUDES)
 def excluded_is_named(patch: Patch) -> None:
     patch(
         KeptOut,
@@ -1118,7 +1140,11 @@ def excluded_is_named(patch: Patch) -> None:
     )
 
 
-@_mutant("a leader takes an exclusion that has ended for one that holds", seed=4, focus=_EXCLUDES)
+@_mutant(
+    "exclusions: a leader takes an exclusion that has ended for one that holds",
+    seed=4,
+    focus=_EXCLUDES,
+)
 def excluded_for_ever(patch: Patch) -> None:
     patch(
         kept_out,
@@ -1130,7 +1156,7 @@ def excluded_for_ever(patch: Patch) -> None:
 
 
 @_mutant(
-    "a run keeps nodes that were excluded from the run before it",
+    "exclusions: a run keeps nodes that were excluded from the run before it",
     seed=33,
     focus=Focus(
         kinds=("close, then resubmit",),
@@ -1146,7 +1172,8 @@ def does_not_look_back(patch: Patch) -> None:
 
 
 @_mutant(
-    "hosts stay in quarantine though the run cannot have the minimum of nodes without them",
+    "quarantine: hosts stay in quarantine though the run cannot have the minimum of nodes "
+    "without them",
     seed=19,
     focus=Focus(
         kinds=_FLAPS.kinds,
@@ -1163,7 +1190,9 @@ def quarantine_starves(patch: Patch) -> None:
     patch(quarantine, "let_in", lambda *_: None)
 
 
-@_mutant("a host is put into quarantine the first time that it ends a round", focus=_FLAPS)
+@_mutant(
+    "quarantine: a host is put into quarantine the first time that it ends a round", focus=_FLAPS
+)
 def quarantined_at_once(patch: Patch) -> None:
     patch(
         quarantine,
@@ -1180,7 +1209,7 @@ def quarantined_at_once(patch: Patch) -> None:
 
 
 @_mutant(
-    "by default a host is put into quarantine for workers that failed and start again",
+    "quarantine: by default a host is put into quarantine for workers that failed and start again",
     seed=28,
     focus=Focus(
         kinds=("worker failure",),
@@ -1195,7 +1224,9 @@ def quarantined_for_failures(patch: Patch) -> None:
 
 
 @_mutant(
-    "a leader does not restart a round that runs when people ask for it", seed=20, focus=_DRAINS
+    "drain: a leader does not restart a round that runs when people ask for it",
+    seed=20,
+    focus=_DRAINS,
 )
 def deaf_to_restart(patch: Patch) -> None:
     def lead(original: Any, view: View, document: RoundDocument) -> Action:
@@ -1207,13 +1238,14 @@ def deaf_to_restart(patch: Patch) -> None:
 
 
 @_mutant(
-    "the leader waits for a node with a hanging agent as long as it sends heartbeats", seed=106
+    "exclusivity: the leader waits for a node with a hanging agent as long as it sends heartbeats",
+    seed=106,
 )
 def never_evicted(patch: Patch) -> None:
     patch(decisions, "rejoin_patience", lambda *_: 1e9)
 
 
-@_mutant("a spare keeps waiting after its round has ended", seed=166)
+@_mutant("spares: a spare keeps waiting after its round has ended", seed=166)
 def spare_for_ever(patch: Patch) -> None:
     def waits(original: Any, view: View) -> bool:
         document = view.document
@@ -1224,7 +1256,7 @@ def spare_for_ever(patch: Patch) -> None:
     patch(situation, "waits_for_a_living_round", waits)
 
 
-@_mutant("the withdrawal of an abandoned join also cancels the next join", seed=6239)
+@_mutant("a round: the withdrawal of an abandoned join also cancels the next join", seed=6239)
 def withdrawal_after_join(patch: Patch) -> None:
     withdrawn: set[Orders] = set()
 
@@ -1243,7 +1275,7 @@ def withdrawal_after_join(patch: Patch) -> None:
     patch(Orders, "join", join)
 
 
-@_mutant("an abandoned join still takes a rank", seed=197)
+@_mutant("a round: an abandoned join still takes a rank", seed=197)
 def join_goes_on(patch: Patch) -> None:
     patch(Orders, "withdraw", lambda *_: None)
 
@@ -1251,13 +1283,14 @@ def join_goes_on(patch: Patch) -> None:
 # What a run leaves in the store.
 
 
-@_mutant("no leader sets a deadline for the keys of a run", seed=4)
+@_mutant("keys: no leader sets a deadline for the keys of a run", seed=4)
 def no_expiry(patch: Patch) -> None:
     patch.effects(lambda node, effect: None if isinstance(effect, Expire) else effect)
 
 
 @_mutant(
-    "a node that learns of its run's end does not delete the record that it has written since",
+    "keys: a node that learns of its run's end does not delete the record that it has written "
+    "since",
     seed=322,
     focus=Focus(kinds=("close, then resubmit",), settings={"sweep_after": 1.0}),
 )
@@ -1270,7 +1303,7 @@ def zombie_leaves_its_record(patch: Patch) -> None:
 # Rank 0's TCPStore.
 
 
-@_mutant("a TCPStore that opens too late is used for the next round", seed=1636)
+@_mutant("a fresh MASTER: a TCPStore that opens too late is used for the next round", seed=1636)
 def old_master_is_taken(patch: Patch) -> None:
     opens: dict[Node, str] = {}
 
@@ -1291,7 +1324,7 @@ def old_master_is_taken(patch: Patch) -> None:
     patch(Node, "finished", finished)
 
 
-@_mutant("the round that is named does not tell rank 0 which MASTER was the last")
+@_mutant("a fresh MASTER: the round that is named does not tell rank 0 which MASTER was the last")
 def forgets_the_last_master(patch: Patch) -> None:
     def naming(original: Any, at: Any) -> RoundDocument:
         named: RoundDocument = original(at)
@@ -1301,8 +1334,8 @@ def forgets_the_last_master(patch: Patch) -> None:
 
 
 @_mutant(
-    "rank 0 that cannot open a TCPStore tries it again and again, and asks the store for "
-    "nothing meanwhile",
+    "a fresh MASTER: rank 0 that cannot open a TCPStore tries it again and again, and asks the "
+    "store for nothing meanwhile",
     seed=16,
 )
 def opens_in_a_loop(patch: Patch) -> None:
@@ -1316,7 +1349,8 @@ def opens_in_a_loop(patch: Patch) -> None:
 
 
 @_mutant(
-    "rank 0 that cannot open a TCPStore tries it again at once, after a look at the store",
+    "a fresh MASTER: rank 0 that cannot open a TCPStore tries it again at once, after a look at"
+    " the store",
     seed=2,
     focus=Focus(settings={"no_master": 0.9}),
 )
@@ -1324,7 +1358,7 @@ def opens_without_a_pause(patch: Patch) -> None:
     patch(Attempts, "seconds_left", lambda *_: 0.0)
 
 
-@_mutant("a leader whose round runs lists the nodes again at once, though nothing is new")
+@_mutant("lead: a leader whose round runs lists the nodes again at once, though nothing is new")
 def leads_without_a_pause(patch: Patch) -> None:
     def at_once(view: View, document: RoundDocument, action: Action) -> Action:
         waits = document.phase is Phase.RUNNING and isinstance(action, Wait)
@@ -1333,13 +1367,13 @@ def leads_without_a_pause(patch: Patch) -> None:
     patch.leaders_decision(at_once)
 
 
-@_mutant("a node that is to list the records asks for nothing, and decides again", seed=6)
+@_mutant("a round: a node that is to list the records asks for nothing, and decides again", seed=6)
 def decides_forever(patch: Patch) -> None:
     patch(Observer, "list_records", lambda *_: None)
 
 
 @_mutant(
-    "a node that was in two runs asks for their tombstones in turn, forever",
+    "incarnations: a node that was in two runs asks for their tombstones in turn, forever",
     seed=458,
     focus=Focus(kinds=("amnesia", "fail-over", "crash", "newcomer")),
 )
@@ -1359,7 +1393,7 @@ def one_tombstone_at_a_time(patch: Patch) -> None:
 
 
 @_mutant(
-    "a spare waits without end for a round that has lost all its nodes",
+    "spares: a spare waits without end for a round that has lost all its nodes",
     seed=520,
     focus=Focus(kinds=("kill all, then resubmit",), settings={"restart_on_loss": False}),
 )
@@ -1376,7 +1410,7 @@ def spares_of_the_dead(patch: Patch) -> None:
 # What a round says of its cause.
 
 
-@_mutant("a round that ends before it runs loses its cause", seed=77)
+@_mutant("loss: a round that ends before it runs loses its cause", seed=77)
 def cause_forgotten(patch: Patch) -> None:
     def lead(original: Any, view: View, document: RoundDocument) -> Action:
         action: Action = original(view, document)
@@ -1388,7 +1422,7 @@ def cause_forgotten(patch: Patch) -> None:
     patch(decisions, "lead", lead)
 
 
-@_mutant("a node lost while a round forms is missing from the cause", seed=7)
+@_mutant("loss: a node lost while a round forms is missing from the cause", seed=7)
 def loss_unnamed(patch: Patch) -> None:
     def unnamed(view: View, document: RoundDocument, action: Action) -> Action:
         if not (isinstance(action, Write) and action.document.phase is Phase.CONFIRMING):
@@ -1402,7 +1436,7 @@ def loss_unnamed(patch: Patch) -> None:
     patch.leaders_decision(unnamed)
 
 
-@_mutant("no node overwrites an unreadable document", seed=188)
+@_mutant("a store that forgets: no node overwrites an unreadable document", seed=188)
 def rubbish_stays(patch: Patch) -> None:
     def adopt(original: Any, seen: Observer, entry: Any, *known: Any) -> Effects[None]:
         if entry is not None:
@@ -1412,7 +1446,9 @@ def rubbish_stays(patch: Patch) -> None:
     patch(Observer, "adopt", adopt)
 
 
-@_mutant("the c10d store of a finished round does not answer an agent's pending reads", seed=315)
+@_mutant(
+    "a round: the c10d store of a finished round does not answer an agent's pending reads", seed=315
+)
 def waits_for_the_dead(patch: Patch) -> None:
     patch(Node, "over", lambda *_: False)
 
@@ -1421,7 +1457,7 @@ def waits_for_the_dead(patch: Patch) -> None:
 
 
 @_mutant(
-    "nodes are taken for those of a round though not all of them were found",
+    "large rounds: nodes are taken for those of a round though not all of them were found",
     seed=51000359,
     focus=_APART,
 )
@@ -1441,7 +1477,8 @@ def no_digest(patch: Patch) -> None:
 
 
 @_mutant(
-    "a leader whose store lost the shards waits for no node to write its record again",
+    "large rounds: a leader whose store lost the shards waits for no node to write its record "
+    "again",
     seed=51000190,
     focus=_APART,
 )
@@ -1457,7 +1494,7 @@ def missing_is_lost(patch: Patch) -> None:
 
 
 @_mutant(
-    "a leader does not write shards again that a fail-over has lost",
+    "large rounds: a leader does not write shards again that a fail-over has lost",
     seed=52002430,
     focus=_APART,
 )
@@ -1477,7 +1514,7 @@ def shards_written_once(patch: Patch) -> None:
 
 
 @_mutant(
-    "what a leader decided before an outage is written after it, once the shards are",
+    "one document: what a leader decided before an outage is written after it, once the shards are",
     seed=52003284,
     focus=_APART,
 )
@@ -1491,7 +1528,7 @@ def decides_before_an_outage(patch: Patch) -> None:
 
 
 @_mutant(
-    "a node with other --nnodes takes a run over whose nodes it has not found",
+    "one size: a node with other --nnodes takes a run over whose nodes it has not found",
     seed=51001219,
     focus=Focus(
         kinds=("newcomer with other --nnodes", "crash", "partition", "fail-over"),
@@ -1508,7 +1545,8 @@ def roster_of_no_one(patch: Patch) -> None:
 
 
 @_mutant(
-    "a node whose shard is lost does not know that it may close the run that it is in",
+    "large rounds: a node whose shard is lost does not know that it may close the run that it "
+    "is in",
     seed=393,
     focus=Focus(kinds=("fail-over", "close", "worker failure"), settings={"inline": 1}),
 )
@@ -1520,7 +1558,9 @@ def closes_without_its_rank(patch: Patch) -> None:
 
 
 @_mutant(
-    "a leader takes a large part of the world for lost without another lease", seed=26, focus=CALM
+    "doubt: a leader takes a large part of the world for lost without another lease",
+    seed=26,
+    focus=CALM,
 )
 def no_doubt(patch: Patch) -> None:
     def sure(view: View, document: RoundDocument) -> View:
@@ -1529,7 +1569,7 @@ def no_doubt(patch: Patch) -> None:
     patch.leaders_view(sure)
 
 
-@_mutant("a leader doubts the same silence again and again", seed=20, focus=CALM)
+@_mutant("doubt: a leader doubts the same silence again and again", seed=20, focus=CALM)
 def doubts_for_ever(patch: Patch) -> None:
     def doubt(original: Any, detector: FailureDetector, nodes: Any) -> None:
         for node in nodes:
@@ -1541,7 +1581,7 @@ def doubts_for_ever(patch: Patch) -> None:
 
 
 @_mutant(
-    "a leader waits for the lease of a participant that is done and gone",
+    "done: a leader waits for the lease of a participant that is done and gone",
     seed=48,
     focus=Focus(kinds=("workers succeed", "partition", "crash", "stall")),
 )
@@ -1564,7 +1604,7 @@ def lists_for_the_done(patch: Patch) -> None:
 
 
 @_mutant(
-    "a leader that followed a silent one doubts those that fell silent with it once more",
+    "doubt: a leader that followed a silent one doubts those that fell silent with it once more",
     seed=414,
     focus=CALM,
 )
@@ -1583,7 +1623,7 @@ def heirs_doubt_again(patch: Patch) -> None:
 # Units, segments and domains.
 
 
-@_mutant("node_unit: a round takes all nodes that are ready", focus=_UNITS)
+@_mutant("units and segments: a round takes all nodes that are ready", focus=_UNITS)
 def odd_worlds(patch: Patch) -> None:
     patch(
         sizes,
@@ -1594,7 +1634,9 @@ def odd_worlds(patch: Patch) -> None:
     )
 
 
-@_mutant("node_unit: a newcomer ends a round before a whole unit has come", seed=3, focus=_UNITS)
+@_mutant(
+    "units and segments: a newcomer ends a round before a whole unit has come", seed=3, focus=_UNITS
+)
 def unit_disturbs(patch: Patch) -> None:
     patch.leaders_view(
         lambda view, document: (
@@ -1603,7 +1645,7 @@ def unit_disturbs(patch: Patch) -> None:
     )
 
 
-@_mutant("segment: nodes are taken wherever they are", focus=_SEGMENTS)
+@_mutant("units and segments: nodes are taken wherever they are", focus=_SEGMENTS)
 def torn_segments(patch: Patch) -> None:
     def whole(of: Any) -> Any:
         return dataclasses.replace(of, segment=1, node_unit=of.node_unit * of.segment)
@@ -1623,7 +1665,9 @@ def torn_segments(patch: Patch) -> None:
 
 
 @_mutant(
-    "segment: survivors are taken first though their segment is not whole", seed=2, focus=_SEGMENTS
+    "units and segments: survivors are taken first though their segment is not whole",
+    seed=2,
+    focus=_SEGMENTS,
 )
 def survivors_torn(patch: Patch) -> None:
     patch(
@@ -1635,7 +1679,7 @@ def survivors_torn(patch: Patch) -> None:
     )
 
 
-@_mutant("rank_order=topology: nodes are in their natural order", focus=_TOPOLOGY)
+@_mutant("rank order: nodes are in their natural order", focus=_TOPOLOGY)
 def scattered_domains(patch: Patch) -> None:
     patch(
         ranks,
@@ -1647,9 +1691,7 @@ def scattered_domains(patch: Patch) -> None:
 
 
 @_mutant(
-    "rank_order=topology: a node that can host is put first without its domain",
-    seed=264,
-    focus=_TOPOLOGY,
+    "rank order: a node that can host is put first without its domain", seed=264, focus=_TOPOLOGY
 )
 def rank_0_leaves_its_domain(patch: Patch) -> None:
     def order(original: Any, chosen: Any, records: Any, *how: Any) -> tuple[str, ...]:
@@ -1661,7 +1703,7 @@ def rank_0_leaves_its_domain(patch: Patch) -> None:
     patch(ranks, "order_ranks", order)
 
 
-@_mutant("rank_order=topology: survivors are in their natural order", seed=77, focus=_TOPOLOGY)
+@_mutant("rank order: survivors are in their natural order", seed=77, focus=_TOPOLOGY)
 def places_forgotten(patch: Patch) -> None:
     patch(
         ranks,
@@ -1676,7 +1718,7 @@ def places_forgotten(patch: Patch) -> None:
 
 
 @_mutant(
-    "a round waits for a node whose check failed as for one that will ask for it",
+    "unfit nodes: a round waits for a node whose check failed as for one that will ask for it",
     seed=83000006,
     focus=_UNFIT,
 )
@@ -1690,7 +1732,8 @@ def waits_for_the_unfit(patch: Patch) -> None:
 
 
 @_mutant(
-    "a node whose check failed says so, and stays in its round or asks for one all the same",
+    "unfit nodes: a node whose check failed says so, and stays in its round or asks for one all"
+    " the same",
     seed=83000000,
     focus=_UNFIT,
 )
@@ -1704,7 +1747,7 @@ def joins_unfit(patch: Patch) -> None:
     )
 
 
-@_mutant("a node that left waits for a heartbeat that is never due", seed=12)
+@_mutant("leave: a node that left waits for a heartbeat that is never due", seed=12)
 def no_rest(patch: Patch) -> None:
     patch.effects(
         lambda node, effect: (
@@ -1716,7 +1759,7 @@ def no_rest(patch: Patch) -> None:
 
 
 @_mutant(
-    "network_check: a round runs whatever its nodes have found",
+    "links: a round runs whatever its nodes have found",
     seed=6,
     focus=_parted("cut off", "unreachable"),
 )
@@ -1729,8 +1772,7 @@ def links_ignored(patch: Patch) -> None:
 
 
 @_mutant(
-    "network_check: a node confirms its rank without having dialled rank 0",
-    focus=_parted("hidden"),
+    "network check: a node confirms its rank without having dialled rank 0", focus=_parted("hidden")
 )
 def rank_0_undialled(patch: Patch) -> None:
     def take_for_granted(node: Node, effect: Effect[Any]) -> Effect[Any] | None:
@@ -1743,7 +1785,7 @@ def rank_0_undialled(patch: Patch) -> None:
 
 
 @_mutant(
-    "network_check: a rank 0 that nobody reached is rank 0 of the next round too",
+    "links: a rank 0 that nobody reached is rank 0 of the next round too",
     seed=72,
     focus=_parted("hidden"),
 )
@@ -1752,7 +1794,7 @@ def rank_0_for_ever(patch: Patch) -> None:
 
 
 @_mutant(
-    "network_check: a node is left out that failed with one other",
+    "links: a node is left out that failed with one other",
     seed=40,
     focus=_parted("bad link"),
 )
@@ -1768,7 +1810,7 @@ def one_failure_is_enough(patch: Patch) -> None:
 
 
 @_mutant(
-    "network_check: who failed with several others stays in the round",
+    "links: who failed with several others stays in the round",
     seed=61,
     focus=_parted("cut off", "unreachable"),
 )
@@ -1782,13 +1824,13 @@ def nobody_at_fault(patch: Patch) -> None:
     patch(network, "verdict_on", verdict_on)
 
 
-@_mutant("network_check: the next round pairs the same nodes", seed=10, focus=_parted("bad link"))
+@_mutant("network check: the next round pairs the same nodes", seed=10, focus=_parted("bad link"))
 def always_the_same_partner(patch: Patch) -> None:
     patch(network, "partner_in", lambda partner_in, ranks, me, round_: partner_in(ranks, me, 0))
 
 
 @_mutant(
-    "network_check: a dial that fails is forgotten once the other one has dialled",
+    "links: a dial that fails is forgotten once the other one has dialled",
     seed=2,
     focus=_parted("unreachable", nodes=3, min_nodes=3, max_nodes=3),
 )
@@ -1804,7 +1846,7 @@ def one_way_speaks_for_both(patch: Patch) -> None:
 
 
 @_mutant(
-    "network_check: a node that is left out asks again at once",
+    "network check: a node that is left out asks again at once",
     seed=2,
     focus=_parted("cut off", "unreachable", "cut off"),
 )
@@ -1820,7 +1862,7 @@ def unheard_verdict(patch: Patch) -> None:
 
 
 @_mutant(
-    "network_check: a running round is ended for a node that was cut off",
+    "network check: a running round is ended for a node that was cut off",
     seed=2,
     focus=_parted("cut off", "unreachable", min_nodes=2, max_nodes=6, nodes=4),
 )
@@ -1835,7 +1877,7 @@ def ends_rounds_for_the_cut_off(patch: Patch) -> None:
 
 
 @_mutant(
-    "network_check: a round that forms takes a node that was cut off, without need",
+    "network check: a round that forms takes a node that was cut off, without need",
     seed=2,
     focus=_parted("cut off", "unreachable", min_nodes=2, max_nodes=6, nodes=5),
 )
@@ -1850,7 +1892,7 @@ def tries_the_cut_off_at_once(patch: Patch) -> None:
 
 
 @_mutant(
-    "network_check: no round runs as long as one link is bad",
+    "links: no round runs as long as one link is bad",
     seed=107,
     focus=_parted("bad link", "bad link", nodes=4, min_nodes=3, one_stays_bad=True),
 )
@@ -1866,7 +1908,7 @@ def one_bad_link_for_ever(patch: Patch) -> None:
 
 
 @_mutant(
-    "network_check: a leader that waits for a rank 0 which is dead finds out nothing",
+    "network check: a leader that waits for a rank 0 which is dead finds out nothing",
     seed=122,
     focus=_parted("slow"),
 )
@@ -1993,7 +2035,7 @@ def cut_off_in_a_closed_run(patch: Patch) -> None:
 
 
 @_mutant(
-    "not heard: a node stops its workers once it reads that a later round ran without it",
+    "replaced: a node stops its workers once it reads that a later round ran without it",
     seed=3,
     focus=Focus(kinds=("partition", "partition", "stall")),
 )
@@ -2096,25 +2138,19 @@ def no_last_call_after_a_loss(patch: Patch) -> None:
 # How a node parts from a run.
 
 
-@_mutant(
-    "nobody ends what others can go on with: an agent that fails leaves a run that has enough",
-    focus=_FAILS_LATE,
-)
+@_mutant("parting: an agent that fails leaves a run that has enough", focus=_FAILS_LATE)
 def ends_what_others_can_go_on_with(patch: Patch) -> None:
     patch(parting, "goes_on_without", lambda *_: False)
 
 
-@_mutant(
-    "nobody ends what others can go on with: a newcomer whose workers fail leaves too",
-    seed=9,
-    focus=_FAILS_LATE,
-)
+@_mutant("parting: a newcomer whose workers fail leaves too", seed=9, focus=_FAILS_LATE)
 def never_new(patch: Patch) -> None:
     patch(Service, "is_new", lambda *_: False)
 
 
 @_mutant(
-    "of nodes that leave at once, each looks at the others once it has said that it leaves",
+    "who counts when a node parts: of nodes that leave at once, each looks at the others once "
+    "it has said that it leaves",
     seed=5,
     focus=_all_fail("all agents"),
 )
@@ -2126,7 +2162,8 @@ def looks_before_it_has_left(patch: Patch) -> None:
 
 
 @_mutant(
-    "nobody leaves a run that is too small without it: nodes that have left do not count",
+    "who counts when a node parts: nobody leaves a run that is too small without it: nodes that"
+    " have left do not count",
     seed=9,
     focus=_all_fail("all agents"),
 )
@@ -2139,7 +2176,8 @@ def counts_those_that_left(patch: Patch) -> None:
 
 
 @_mutant(
-    "a newcomer whose workers fail does not count on those that came with it, or since",
+    "who counts when a node parts: a newcomer whose workers fail does not count on those that "
+    "came with it, or since",
     seed=2,
     focus=Focus(
         kinds=("leave", "newcomer", "newcomer"),
@@ -2151,7 +2189,8 @@ def counts_newcomers(patch: Patch) -> None:
 
 
 @_mutant(
-    "under torchrun a newcomer whose workers fail since another node was lost stays",
+    "parting under torchrun: under torchrun a newcomer whose workers fail since another node "
+    "was lost stays",
     seed=3,
     focus=Focus(
         kinds=("newcomer",),
@@ -2176,7 +2215,9 @@ def leaves_after_a_loss(patch: Patch) -> None:
     )
 
 
-@_mutant("a node is new to a run for its probation only", seed=9, focus=_all_fail("all workers"))
+@_mutant(
+    "parting: a node is new to a run for its probation only", seed=9, focus=_all_fail("all workers")
+)
 def new_for_ever(patch: Patch) -> None:
     patch(Service, "is_new", lambda *_: True)
 
@@ -2195,17 +2236,17 @@ def gives_up_too_soon(patch: Patch) -> None:
     patch(NoProgress, "note", note)
 
 
-@_mutant("who is found gone is lost without having been asked", focus=_LINKED)
+@_mutant("accusations: who is found gone is lost without having been asked", focus=_LINKED)
 def asks_nobody(patch: Patch) -> None:
     patch(accusations, "answered_within", lambda answered_within, view, record: 0.0)
 
 
-@_mutant("an accused node that lives answers at once", focus=_LINKED)
+@_mutant("accusations: an accused node that lives answers at once", focus=_LINKED)
 def does_not_answer(patch: Patch) -> None:
     patch(Neighbours, "_accusation", lambda *_: None)
 
 
-@_mutant("a heartbeat that comes after the accusation is an answer", focus=_LINKED)
+@_mutant("accusations: a heartbeat that comes after the accusation is an answer", focus=_LINKED)
 def hears_no_answer(patch: Patch) -> None:
     def with_verdicts(
         original: Any, view: View, document: RoundDocument, records: Any
@@ -2219,22 +2260,28 @@ def hears_no_answer(patch: Patch) -> None:
     patch(accusations, "with_verdicts", with_verdicts)
 
 
-@_mutant("who has found the leader gone asks it, and leads where it is silent", 138, _DIES)
+@_mutant(
+    "accusations: who has found the leader gone asks it, and leads where it is silent", 138, _DIES
+)
 def waits_for_a_gone_leader(patch: Patch) -> None:
     patch(decisions, "_ask_the_leader", lambda *_: None)
 
 
-@_mutant("the leader asks whom others have found gone", 68, _DIES)
+@_mutant("accusations: the leader asks whom others have found gone", 68, _DIES)
 def heeds_no_accusation(patch: Patch) -> None:
     patch(accusations, "naming_the_accused", lambda *_: None)
 
 
-@_mutant("a node whose link broke says so in its record, and rings", 35, _DIES)
+@_mutant("accusations: a node whose link broke says so in its record, and rings", 35, _DIES)
 def keeps_what_it_found(patch: Patch) -> None:
     patch(Neighbours, "report_dead", lambda *_: None)
 
 
-@_mutant("who has confirmed its rank has links soon, though the round does not run", 525, _DIES)
+@_mutant(
+    "accusations: who has confirmed its rank has links soon, though the round does not run",
+    525,
+    _DIES,
+)
 def links_once_it_runs(patch: Patch) -> None:
     def owe(original: Any, neighbours: Neighbours, seconds: float = 0.0, nodes: int = 0) -> None:
         if seconds < 1.0:
@@ -2243,7 +2290,9 @@ def links_once_it_runs(patch: Patch) -> None:
     patch(Neighbours, "owe_links", owe)
 
 
-@_mutant("who was lost by an accusation does not count again in the next round", 35, _DIES)
+@_mutant(
+    "accusations: who was lost by an accusation does not count again in the next round", 35, _DIES
+)
 def takes_the_gone_for_strays(patch: Patch) -> None:
     def lost_by_accusation(original: Any, document: RoundDocument, records: Any) -> dict[str, str]:
         gone: dict[str, str] = original(document, records)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from textwrap import fill
 
+from docs.generate import rules_table
+
 from . import invariants
 from .campaign import Totals, failure_report, first_caught, run_seeds
 from .mutants import MOST_SEEDS_PER_MUTANT, MUTANTS
@@ -74,8 +76,9 @@ def page(
     small: Totals, large: Totals, hunted: list[tuple[bool, str]], processes: int | None
 ) -> str:
     """The page's text; ``hunted``: of each mutant, whether a new seed caught it, and what did."""
-    return "\n".join(
-        [_HEAD, _runs(small, large, processes), _faults(small, large), _checked(hunted)]
+    return (
+        "\n".join([_HEAD, _runs(small, large, processes), _faults(small, large), _checked(hunted)])
+        + rules_table()
     )
 
 
@@ -134,9 +137,11 @@ def _checked(hunted: list[tuple[bool, str]]) -> str:
 
 
 _TO_ADD = """\
-To add a mutant, add a function to `tests/simulation/mutants.py`, and the rule that it breaks in a
-sentence. The function puts the fault in with a `Patch`: at what a node or its leader knows
-(`view`, `leaders_view`), what they decide (`decision`, `leaders_decision`), or what a node asks
-of its driver (`effects`). `python -m tests.simulation --mutants NAME --first 1` tells which seed
-catches it.
+To add a mutant, add a function to `tests/simulation/mutants.py`, with the name of the rule that it
+breaks, and a sentence. The function puts the fault in with a `Patch`: at what a node or its leader
+knows (`view`, `leaders_view`), what they decide (`decision`, `leaders_decision`), or what a node
+asks of its driver (`effects`). `python -m tests.simulation --mutants NAME --first 1` tells which
+seed catches it.
+
+## Rules
 """

@@ -15,6 +15,8 @@ from tests import replace
 
 from .crowd import Crowd, Member
 
+pytestmark = pytest.mark.rule("accusations")
+
 RULES = Rules(min_nodes=2, max_nodes=4, lease=15.0, interval=5.0, last_call=0.2, answer=0.5)
 NAMES = ("n1", "n2", "n3", "n4")
 

@@ -21,6 +21,8 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.round_record import Durations, Member, RoundRecord, record_of
 
+pytestmark = pytest.mark.rule("keys")
+
 RUNNING = RoundDocument(
     incarnation="the-run", round=1, phase=Phase.RUNNING, leader="n1", min_nodes=1, max_nodes=2,
     participants=("n1", "n2"), master="host:1",

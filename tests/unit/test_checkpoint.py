@@ -15,6 +15,8 @@ from tests import replace
 
 from .views import RULES, document, record, running, view
 
+pytestmark = pytest.mark.rule("checkpoint")
+
 ROUND = document(Phase.RUNNING, participants=("n1", "n2"))
 ROUND = replace(ROUND, ran=ROUND.world_id)
 RESTART = replace(ROUND, restart="somebody asked for it")

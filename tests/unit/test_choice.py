@@ -23,6 +23,8 @@ from tests import replace
 
 from .views import RULES, document, record, running, view, written
 
+pytestmark = pytest.mark.rule("units and segments")
+
 FORMING = document(Phase.FORMING, 5)
 
 SIZES = st.builds(

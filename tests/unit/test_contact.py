@@ -15,6 +15,8 @@ from tests import replace
 from tests.unit.crowd import Crowd, Member
 from tests.unit.life import RULES, Life, Time, finish
 
+pytestmark = pytest.mark.rule("not heard")
+
 
 def refuse(life: Life) -> None:
     life.error = AccessDeniedError("the store refused the credentials")

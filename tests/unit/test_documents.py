@@ -24,6 +24,8 @@ from rdzv_plugins.protocol.documents import (
 )
 from tests import replace
 
+pytestmark = pytest.mark.rule("keys")
+
 IDS = st.text(st.characters(exclude_categories=["Z", "C"]), min_size=1, max_size=12)
 PEOPLE = st.lists(IDS, unique=True, max_size=200).map(tuple)
 NUMBERS = st.integers(min_value=0, max_value=2**31)

@@ -18,6 +18,8 @@ from .crowd import Crowd
 from .life import Time
 from .views import RULES, document, joining, record, running, view, written
 
+pytestmark = pytest.mark.rule("doubt")
+
 NAMES = tuple(f"n{number}" for number in range(1, 25))
 MANY = NAMES[1:10]  # Nine of 24.
 RAN = document(Phase.RUNNING, participants=NAMES, min_nodes=2, max_nodes=30)

@@ -16,6 +16,8 @@ from rdzv_plugins.peers.listener import Listener
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 
+pytestmark = pytest.mark.rule("network check")
+
 SIZE = 300_000
 NAME = "rdzv-test-answers"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from rdzv_plugins.protocol.failure_detector import FailureDetector
 from rdzv_plugins.protocol.record_cache import RecordCache
 
 from .views import record
+
+pytestmark = pytest.mark.rule("leases")
 
 
 def looks(*at: tuple[int | None, float]) -> FailureDetector:

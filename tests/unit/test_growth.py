@@ -39,6 +39,7 @@ def grows(here: View) -> bool:
     return getattr(getattr(action, "document", None), "phase", None) is Phase.FORMING
 
 
+@pytest.mark.rule("growth")
 class TestWhenNewcomersAreLetIn:
     def test_who_fills_the_round_is_let_in_at_once(self) -> None:
         assert grows(leads(newcomers=2))
@@ -99,6 +100,7 @@ class TestWhenNewcomersAreLetIn:
         assert grows(replace(here, me="n3", record=spare, joining=True)) is then
 
 
+@pytest.mark.rule("growth")
 class TestWhatIsSaid:
     @pytest.mark.parametrize(
         ("options", "said"),
@@ -124,6 +126,7 @@ class TestWhatIsSaid:
         assert str(diagnose(NOW, records)) == said
 
 
+@pytest.mark.rule("last call")
 class TestTheLastCall:
     RULES = replace(RULES, last_call=30.0)
 
@@ -159,6 +162,7 @@ class TestTheLastCall:
         assert why_not_grow(here, newcomers=2, room=2, permitted=False) is None
 
 
+@pytest.mark.rule("no progress")
 class TestProgress:
     CAUSE = Cause(failed=Names(("n2[1]",)))
 
@@ -190,6 +194,7 @@ class TestProgress:
         )
 
 
+@pytest.mark.rule("growth")
 class TestNodes:
     def test_one_that_comes_early_waits_as_a_spare(self) -> None:
         """Not for join_timeout only: it may take hours."""

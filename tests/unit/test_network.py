@@ -11,6 +11,8 @@ from tests import replace
 
 from .views import RULES, document, running
 
+pytestmark = pytest.mark.rule("links")
+
 CHECKS = replace(RULES, network_check=True)
 
 

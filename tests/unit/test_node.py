@@ -39,6 +39,7 @@ from tests.unit.life import NAMESPACE, RULES, Life, Time, archive, finish, store
 from tests.unit.views import record
 
 
+@pytest.mark.rule("joins commute")
 def test_a_joiner_asks_five_times(pair: tuple[Life, Life]) -> None:
     leader, joiner = pair
     finish(leader, joiner)
@@ -48,6 +49,7 @@ def test_a_joiner_asks_five_times(pair: tuple[Life, Life]) -> None:
     assert joiner.outcomes[0].document == stored(leader)
 
 
+@pytest.mark.rule("consistency")
 def test_a_participant_starts_a_round_that_was_over_before_it_saw_it_run(
     server: MemoryServer, time: Time
 ) -> None:
@@ -144,6 +146,7 @@ def test_who_joins_again_looks_at_the_leader_without_delay(pair: tuple[Life, Lif
     assert joiner.time.now - died < RULES.lease + 0.01
 
 
+@pytest.mark.rule("leave")
 def test_a_leader_that_says_farewell_is_followed_at_once(pair: tuple[Life, Life]) -> None:
     leader, joiner = pair
     finish(leader, joiner)
@@ -162,12 +165,14 @@ def test_a_leader_that_says_farewell_is_followed_at_once(pair: tuple[Life, Life]
     assert joiner.time.now - before < 0.1
 
 
+@pytest.mark.rule("keys")
 def test_a_leader_that_leaves_at_once_lets_the_keys_end(server: MemoryServer, time: Time) -> None:
     leader = Life("n1", server, time, RULES)
     assert "Expire" not in leader.go()
     assert "Expire" in leader.carry_out(leader.node.farewell())
 
 
+@pytest.mark.rule("keys")
 def test_a_leader_lets_the_keys_end_as_soon_as_the_round_runs(pair: tuple[Life, Life]) -> None:
     leader, joiner = pair
     finish(leader, joiner)
@@ -176,6 +181,7 @@ def test_a_leader_lets_the_keys_end_as_soon_as_the_round_runs(pair: tuple[Life, 
     assert "Expire" not in leader.carry_out(leader.node.farewell())
 
 
+@pytest.mark.rule("leave")
 def test_a_participant_that_says_farewell_rings(pair: tuple[Life, Life]) -> None:
     leader, joiner = pair
     finish(leader, joiner)
@@ -187,6 +193,7 @@ def test_a_participant_that_says_farewell_rings(pair: tuple[Life, Life]) -> None
     assert stored(leader).reason == "n2[1] left"
 
 
+@pytest.mark.rule("leave")
 def test_a_beat_that_lands_after_the_farewell_is_written_over(pair: tuple[Life, Life]) -> None:
     leader, joiner = pair
     finish(leader, joiner)
@@ -237,6 +244,7 @@ def test_closing_wakes_whoever_waits(known: bool, server: MemoryServer, time: Ti
         assert leader.outcomes[0].failure == Failure.CLOSED
 
 
+@pytest.mark.rule("closed stays closed")
 def test_another_run_with_the_id_keeps_its_keys(server: MemoryServer, time: Time) -> None:
     """The store loses the closed run while the one that closed it still notes its end."""
     closer, newcomer = Life("n1", server, time, RULES), Life("n2", server, time, RULES)
@@ -256,6 +264,7 @@ def test_another_run_with_the_id_keeps_its_keys(server: MemoryServer, time: Time
     assert stored(newcomer).leader == "n2"
 
 
+@pytest.mark.rule("closed stays closed")
 def test_who_lost_the_lead_does_not_close_the_run(server: MemoryServer, time: Time) -> None:
     """All its nodes are done, as the last leader saw it; the next one may know better."""
     leader, joiner = Life("n1", server, time, RULES), Life("n2", server, time, RULES)
@@ -276,6 +285,7 @@ def test_who_lost_the_lead_does_not_close_the_run(server: MemoryServer, time: Ti
     assert stored(leader).phase is Phase.RUNNING
 
 
+@pytest.mark.rule("closed stays closed")
 def test_a_closed_run_is_not_closed_twice(server: MemoryServer, time: Time) -> None:
     life = Life("n1", server, time, RULES)
     close(life, NEVER_SEEN, "done")

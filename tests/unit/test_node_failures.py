@@ -24,6 +24,8 @@ from rdzv_plugins.protocol.rules import Failure
 from tests import replace
 from tests.unit.life import RULES, Life, Time, finish, stored, sweep
 
+pytestmark = pytest.mark.rule("outage")
+
 
 def test_an_outage_ends_no_round_and_delivers_nothing(pair: tuple[Life, Life]) -> None:
     leader, joiner = pair

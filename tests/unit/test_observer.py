@@ -12,6 +12,8 @@ from tests import replace
 from .life import Time
 from .views import RULES, RUN, document, record
 
+pytestmark = pytest.mark.rule("incarnations", "outage")
+
 MINE = document(Phase.RUNNING)
 THEIRS = document(Phase.RUNNING, incarnation="theirs", round_=0, leader="n9",
                   participants=("n8", "n9"))  # fmt: skip

@@ -52,6 +52,7 @@ def lead(now: RoundDocument, others: dict[str, NodeRecord], **more: Any) -> Acti
     return decide(view(me, now, everybody, joining=False, **more))
 
 
+@pytest.mark.rule("drain")
 class TestTheLeader:
     def test_a_drained_participant_is_out_in_a_round_begun_now(self) -> None:
         after = written(lead(replace(NOW, drained=("n3",)), {}))
@@ -122,6 +123,7 @@ class TestTheLeader:
         assert named.drained == ("d1", *many[-64:])
 
 
+@pytest.mark.rule("drain")
 class TestTheNode:
     def test_a_drained_one_that_asks_for_a_round_ends(self) -> None:
         for now in (NOW, FORMING, document(Phase.FORMING)):
@@ -150,6 +152,7 @@ BAD = Exclusion("n3", 100.0, "ECC errors")
 EXCLUDED = replace(NOW, excluded=(BAD,))
 
 
+@pytest.mark.rule("exclusions")
 class TestExclusion:
     def test_a_participant_of_an_excluded_host_is_out_as_a_drained_one_is(self) -> None:
         after = written(lead(EXCLUDED, {}, wall=99.0))
@@ -208,6 +211,7 @@ class TestExclusion:
         assert back.restart == "why"
 
 
+@pytest.mark.rule("exclusions")
 class TestTheFirstRound:
     def test_who_founds_a_run_keeps_out_whom_earlier_runs_excluded(self) -> None:
         server, time = MemoryServer(), Time()
@@ -264,6 +268,7 @@ class Interrupted(Archive):
         super().__init__(partial(Client, server), NAMESPACE, history_ttl=3600.0)
 
 
+@pytest.mark.rule("exclusions")
 class TestTheArchive:
     def test_the_next_run_of_the_id_finds_it_and_no_other(self) -> None:
         server = MemoryServer()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rdzv_plugins.protocol.documents import (
     Cause,
     Names,
@@ -14,6 +16,8 @@ from rdzv_plugins.protocol.documents import (
 from rdzv_plugins.protocol.parting import all_live, goes_on_without, lost_one
 from rdzv_plugins.protocol.rules import Rules
 from tests import replace
+
+pytestmark = pytest.mark.rule("who counts when a node parts")
 
 RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=1.0)
 

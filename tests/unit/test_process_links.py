@@ -21,6 +21,8 @@ from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.proxy import Proxy
 
+pytestmark = pytest.mark.rule("accusations")
+
 RUN, PEER = "a-run", "the-peer"
 PATIENCE = 30.0
 

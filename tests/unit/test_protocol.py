@@ -51,6 +51,7 @@ from .views import (
 )
 
 
+@pytest.mark.rule("last call")
 class TestFirstRound:
     def test_a_new_run_is_founded_by_whoever_comes(self) -> None:
         founded = written(decide(view(record("n1"), None)))
@@ -107,6 +108,7 @@ class TestFirstRound:
         assert named.waiting == 1
 
 
+@pytest.mark.rule("exclusivity")
 class TestExclusivity:
     FORMING = document(Phase.FORMING, previous=("n2", "n3"))
 
@@ -137,6 +139,7 @@ class TestExclusivity:
         assert set(written(self.lead(others, n3=3.0)).participants) >= {"n2"}
 
 
+@pytest.mark.rule("a round")
 class TestConfirming:
     NAMED = document(Phase.CONFIRMING)
 
@@ -175,6 +178,7 @@ class TestConfirming:
         assert again.reason == "lost n3[1]: lease ran out"
 
 
+@pytest.mark.rule("loss")
 class TestRunning:
     NOW = document(Phase.RUNNING)
 
@@ -268,6 +272,7 @@ class TestRunning:
         assert isinstance(self.lead({"n3": record("n3", round_=3)}), Wait)
 
 
+@pytest.mark.rule("loss")
 class TestCauses:
     """Why a round: amended while it forms, and each node under what became of it."""
 
@@ -317,6 +322,7 @@ class TestCauses:
         assert again.cause == Cause().plus(failed=["n1[1]"], lost=["n3[1]"])
 
 
+@pytest.mark.rule("lead")
 class TestLeadership:
     def test_the_heir_takes_over_first(self) -> None:
         now = document(Phase.RUNNING)
@@ -379,6 +385,7 @@ class TestLeadership:
         assert written(decide(here)) == replace(now, leader="n2")
 
 
+@pytest.mark.rule("done")
 class TestDone:
     """Workers of a node succeeded; those of others still work."""
 
@@ -448,6 +455,7 @@ class TestDone:
         assert after.reason == "lost n2[1]: lease ran out"
 
 
+@pytest.mark.rule("exclusivity")
 class TestEviction:
     """A node of the last round that lives, but does not ask for the next."""
 
@@ -486,6 +494,7 @@ class TestEviction:
         assert (named.phase, named.participants) == (Phase.CONFIRMING, ("n1", "n3"))
 
 
+@pytest.mark.rule("incarnations")
 class TestAnotherRun:
     """Another run of the same id stands in the store."""
 
@@ -532,6 +541,7 @@ class TestAnotherRun:
         assert decide(replace(here, joining=True, record=again)) == Fail(Failure.CLOSED)
 
 
+@pytest.mark.rule("a store that forgets")
 class TestAmnesia:
     RAN = document(Phase.RUNNING)
 
@@ -573,6 +583,7 @@ class TestAmnesia:
         assert (after.incarnation, after.round, after.previous) == ("another", 0, ("n1",))
 
 
+@pytest.mark.rule("closed stays closed")
 class TestClosed:
     CLOSED = document(Phase.CLOSED)
 
@@ -591,6 +602,7 @@ class TestClosed:
         assert decide(view(running("n1", now), now, {}, joining=False)) == Wait()
 
 
+@pytest.mark.rule("one size")
 class TestMismatch:
     NOW = document(Phase.RUNNING)
     OTHER = record("n9", max_nodes=4)
@@ -624,6 +636,7 @@ class TestMismatch:
         return view(self.OTHER, self.NOW, records, rules=self.OTHERS, **more)
 
 
+@pytest.mark.rule("spares")
 class TestSpares:
     NOW = document(Phase.RUNNING)
 
@@ -654,6 +667,7 @@ class TestSpares:
         assert not self.waits(status=Status.JOIN)
 
 
+@pytest.mark.rule("replaced")
 class TestNodesWaiting:
     NOW = document(Phase.RUNNING)
 

@@ -23,6 +23,8 @@ from tests import replace
 
 from .views import RULES, all_running, document, joining, record, view, written
 
+pytestmark = pytest.mark.rule("quarantine")
+
 ON = replace(RULES, quarantine_after=3, quarantine_window=600.0)
 NOW = 1000.0
 TWICE = Strikes("n3", (NOW - 200.0, NOW - 100.0))

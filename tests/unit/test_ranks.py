@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from rdzv_plugins.protocol.policies.ranks import old_places, order_ranks
 from tests import replace
 
 from . import views
+
+pytestmark = pytest.mark.rule("rank order")
 
 
 def record(

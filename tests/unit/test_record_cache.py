@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rdzv_plugins.kv import Entry
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Status
 from rdzv_plugins.protocol.record_cache import RecordCache
 from tests import replace
 
 from .views import record
+
+pytestmark = pytest.mark.rule("leases")
 
 
 def entries(version: str, *records: NodeRecord) -> dict[str, Entry]:

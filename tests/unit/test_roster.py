@@ -35,6 +35,8 @@ from .life import RULES as PAIR
 from .life import Life, Time, archive, finish, stored
 from .views import as_named, document, record, running, view, written
 
+pytestmark = pytest.mark.rule("large rounds")
+
 LETTERS = st.characters(exclude_categories=["C", "Zl", "Zp"])  # As they pass the gate.
 IDS = st.lists(st.text(LETTERS, max_size=4), unique=True, min_size=1, max_size=40).map(tuple)
 

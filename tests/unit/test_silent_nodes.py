@@ -48,6 +48,7 @@ def test_a_leader_lists_no_more_often_once_a_node_is_done_and_gone() -> None:
     assert len(members[0].given) == 1
 
 
+@pytest.mark.rule("a leader shows that it leads")
 class TestGreyLeader:
     """Its beats pass while it cannot read what the others wrote."""
 
@@ -119,6 +120,7 @@ class TestGreyLeader:
         assert crowd.document.leader == "grey"
 
 
+@pytest.mark.rule("leases")
 class TestOwnLeases:
     @pytest.mark.parametrize("leads", ["often", "seldom"])
     def test_one_that_beats_less_often_is_not_lost_for_it(self, leads: str) -> None:
@@ -152,6 +154,7 @@ class TestOwnLeases:
         assert 40.0 <= took <= 70.0
 
 
+@pytest.mark.rule("exclusivity")
 class TestWedgedAgent:
     """Its node beats while its agent hangs, and never asks for the next round."""
 
@@ -198,6 +201,7 @@ class TestWedgedAgent:
         assert set(crowd.document.participants) == {"n2", "n3"}
 
 
+@pytest.mark.rule("spares")
 class TestSparesOfTheDead:
     def test_a_run_resubmitted_with_too_few_nodes_times_out(self) -> None:
         crowd = Crowd()
@@ -230,6 +234,7 @@ class TestSparesOfTheDead:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.rule("one size")
 def test_a_stray_with_other_nnodes_never_takes_over_from_a_dead_leader(size: int) -> None:
     """Its launcher starts it again and again; the others still hold on to their run."""
     for seed in range(DEATHS // size):
@@ -254,6 +259,7 @@ def test_a_stray_with_other_nnodes_never_takes_over_from_a_dead_leader(size: int
 
 
 @pytest.mark.parametrize("who", ["n1", "n2"])
+@pytest.mark.rule("leave")
 def test_an_announced_leave_does_not_depend_on_the_lease(who: str) -> None:
     """So keep_alive_max_attempt may be long: partitions are borne, and leaves are not slow."""
     crowd = Crowd()
@@ -268,6 +274,7 @@ def test_an_announced_leave_does_not_depend_on_the_lease(who: str) -> None:
 
 
 @pytest.mark.parametrize("late", ["n1", "n3"])
+@pytest.mark.rule("outage")
 def test_who_is_connected_again_later_than_others_costs_no_restart(late: str) -> None:
     crowd = Crowd()
     members = crowd.begin(rules(2, 3), "n1", "n2", "n3")
@@ -283,6 +290,7 @@ def test_who_is_connected_again_later_than_others_costs_no_restart(late: str) ->
     assert crowd.document.round == 0
 
 
+@pytest.mark.rule("lead")
 class TestTwoDeaths:
     def test_nobody_waits_for_the_first_again_if_the_leader_dies_before_it_has_tidied_up(
         self,

@@ -17,6 +17,8 @@ from rdzv_plugins.process.steps import Slot, Steps, UndecidedError
 from rdzv_plugins.process.worker import VARIABLE, CurrentRound, hand_down
 from rdzv_plugins.testing.threads import Background
 
+pytestmark = pytest.mark.rule("checkpoint")
+
 
 @pytest.fixture
 def agent() -> Iterator[Steps]:

@@ -18,6 +18,8 @@ from rdzv_plugins.settings.topology import find_domain, levels
 
 from .crowd import Crowd, Member
 
+pytestmark = pytest.mark.rule("rank order")
+
 NOTHING: dict[str, str] = {}
 
 

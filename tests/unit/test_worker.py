@@ -89,6 +89,7 @@ class TestVariable:
         assert done.stdout == "3 n2[7] left r7 False\n"
 
 
+@pytest.mark.rule("fencing token")
 class TestFence:
     """Whoever has the largest token last keeps all others out."""
 
