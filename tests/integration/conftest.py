@@ -29,6 +29,15 @@ _STORES: dict[str, tuple[str, ...]] = {
 }
 # A request to DynamoDB Local takes ten times the processor time of another store's, its start 3 s.
 _MANY_REQUESTS = ("rdzv_plugins.testing.concurrency", "rdzv_plugins.testing.killed_writers")
+# They wait for seconds until deadlines are over. The quorum has them too, whose epochs are those of
+# etcd. A user with few rights and the page's example show nothing more by them than redis does.
+_DEADLINES = (
+    "test_deadline_is_moved_forward",
+    "test_deadline_is_renewed_again_and_again",
+    "test_emptied_namespace_outlives_the_old_deadline",
+    "test_what_is_written_after_expire_ends_too",
+)
+_SHOWN_ELSEWHERE = ("test_redis_rights", "test_foreign_backend")
 _RESTARTS = (
     "test_server_restart_with_its_data",
     "test_server_restart_with_an_empty_memory",
@@ -50,6 +59,10 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         if not set(stores) <= set(_STORES.get(item.path.stem, default)) or (
             "dynamodb" in stores
             and (item.obj.__module__ in _MANY_REQUESTS or item.originalname in _RESTARTS)
+        ):
+            item.add_marker(pytest.mark.full)
+        if item.originalname in _DEADLINES and (
+            "etcd-v3" in stores or item.path.stem in _SHOWN_ELSEWHERE
         ):
             item.add_marker(pytest.mark.full)
 

@@ -372,7 +372,7 @@ def test_a_lost_node_is_named_though_the_others_fail_first(
 def test_killed_job_that_is_submitted_again(
     submit: Submit, fourth: bool, options: dict[str, object], record_property: Measure
 ) -> None:
-    join_timeout = 15
+    join_timeout = 8
     job = submit(nodes="4:4", **SHORT, **options)
     job.begin("abcd")
     for agent in job.agents.values():

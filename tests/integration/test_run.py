@@ -340,6 +340,7 @@ def test_a_launcher_that_a_worker_starts_does_not_join_its_run(
     """Where the settings of its own stand in variables of the environment."""
     for name, value in (("BACKEND", store.backend), ("ENDPOINT", store.endpoint), ("ID", run_id)):
         monkeypatch.setenv(f"PET_RDZV_{name}", value)
+    monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=1")
     monkeypatch.setenv("PET_NNODES", "1:2")
     script = f"exec {sys.executable} -m torch.distributed.run --no-python /bin/sh -c 'exit 5'"
     arguments = ["--local-addr=127.0.0.1", "--no-python", "/bin/sh", "-c", script]

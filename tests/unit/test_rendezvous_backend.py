@@ -40,7 +40,7 @@ def test_a_token_for_a_state_that_is_gone_creates_nothing(
     "damage",
     [
         b"", b"garbage", zlib.compress(b"x")[:-1], zlib.compress(b"x") + b"x", b'{"schema":1}',
-        zlib.compress(bytes((64 << 20) + 1)),
+        zlib.compress(bytes((64 << 20) + 1), 1),
     ],
     ids=["empty", "garbage", "cut", "longer", "json", "too large"],
 )  # fmt: skip

@@ -27,6 +27,12 @@ IMPOSSIBLE = [*RESERVED, "a\nb", "a\tb", "a\x7f", "x" * 513, "ü" * 257, "a\udc8
 NOWHERE = "127.0.0.1:1"
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command gives up on a store that does not answer after this time; by default after 5 s."""
+    monkeypatch.setenv("RDZV_PLUGINS_HEARTBEAT_TIMEOUT", "0.2")
+
+
 @pytest.mark.parametrize("run_id", [*IMPOSSIBLE, ""])
 def test_what_no_run_can_have_is_refused_in_one_line(run_id: str) -> None:
     with pytest.raises(ValueError, match="--rdzv-id") as refused:
