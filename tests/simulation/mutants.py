@@ -1759,7 +1759,7 @@ def no_rest(patch: Patch) -> None:
 
 
 @_mutant(
-    "links: a round runs whatever its nodes have found",
+    "network check: a round runs whatever its nodes have found",
     seed=6,
     focus=_parted("cut off", "unreachable"),
 )
@@ -1785,7 +1785,7 @@ def rank_0_undialled(patch: Patch) -> None:
 
 
 @_mutant(
-    "links: a rank 0 that nobody reached is rank 0 of the next round too",
+    "network check: a rank 0 that nobody reached is rank 0 of the next round too",
     seed=72,
     focus=_parted("hidden"),
 )
@@ -1794,7 +1794,7 @@ def rank_0_for_ever(patch: Patch) -> None:
 
 
 @_mutant(
-    "links: a node is left out that failed with one other",
+    "network check: a node is left out that failed with one other",
     seed=40,
     focus=_parted("bad link"),
 )
@@ -1810,7 +1810,7 @@ def one_failure_is_enough(patch: Patch) -> None:
 
 
 @_mutant(
-    "links: who failed with several others stays in the round",
+    "network check: who failed with several others stays in the round",
     seed=61,
     focus=_parted("cut off", "unreachable"),
 )
@@ -1830,7 +1830,7 @@ def always_the_same_partner(patch: Patch) -> None:
 
 
 @_mutant(
-    "links: a dial that fails is forgotten once the other one has dialled",
+    "network check: a dial that fails is forgotten once the other one has dialled",
     seed=2,
     focus=_parted("unreachable", nodes=3, min_nodes=3, max_nodes=3),
 )
@@ -1892,7 +1892,7 @@ def tries_the_cut_off_at_once(patch: Patch) -> None:
 
 
 @_mutant(
-    "links: no round runs as long as one link is bad",
+    "network check: no round runs as long as one link is bad",
     seed=107,
     focus=_parted("bad link", "bad link", nodes=4, min_nodes=3, one_stays_bad=True),
 )

@@ -11,7 +11,7 @@ from tests import replace
 
 from .views import RULES, document, running
 
-pytestmark = pytest.mark.rule("links")
+pytestmark = pytest.mark.rule("network check")
 
 CHECKS = replace(RULES, network_check=True)
 
