@@ -232,6 +232,11 @@ class Host:
     def stalls(self) -> bool:
         return self._stalled_at is not None
 
+    @property
+    def is_to_leave(self) -> bool:
+        """Whether a signal told it to leave, which it does even if its workers fail meanwhile."""
+        return self._leave_at > 0
+
     # What befalls it.
 
     def crash(self) -> None:

@@ -152,6 +152,7 @@ FOUND = (
     (770346, Focus(), "a node left a large run that broke its segment, though nobody replaced it"),
     (98002436, Focus(), "the grace after an outage named an earlier step for the checkpoint"),
     (98002828, Focus(), "a checkpoint was refused because the store had lost the records"),
+    (98003867, Focus(), "the checker expected the failure of a node that leaves to close the run"),
 )
 
 

@@ -535,7 +535,7 @@ class World:
             if document is not None and host.agent is Agent.RUNNING and host.id in document.ranks
         ]
         if plan.ending == "fails":
-            members = [host for host in members if not host.wedged]
+            members = [host for host in members if not host.wedged and not host.is_to_leave]
         if document is not None and running and members and plan.ending != "is left":
             self.note(f"-- the run {plan.ending} --")
             if plan.ending == "fails":
@@ -579,6 +579,7 @@ class World:
                 and host.agent is Agent.RUNNING
                 and host.id in document.ranks
                 and not host.wedged
+                and not host.is_to_leave
             ]
 
     def _keys_end(self) -> None:
