@@ -33,7 +33,7 @@ def rdzv(
         typer.Option("--version", callback=_print_version, is_eager=True, help="show the version"),
     ] = False,
 ) -> None:
-    """torchrun rendezvous on the store you already run."""
+    """torchrun rendezvous on the store you already run, or on none at all."""
 
 
 app.command(context_settings=run.VERBATIM)(run.run)

@@ -25,7 +25,9 @@ def docs(
     ] = "index",
     as_text: Annotated[
         bool,
-        typer.Option("--print", help="print the page's Markdown; of no page, all names"),
+        typer.Option(
+            "--print", help="print the page's Markdown, or without a page the names of all"
+        ),
     ] = False,
 ) -> None:
     """Open the documentation in a browser, or print it.

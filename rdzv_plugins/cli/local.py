@@ -32,21 +32,21 @@ def serve(
         typer.Option(
             "--rdzv-endpoint",
             "-e",
-            help="run this host's member of a store that the nodes keep up: the hosts of all "
+            help="run this host's member of a quorum: the hosts of all "
             "members, as the job names them",
         ),
     ] = "",
     run_id: RunOption = "",
     conf: ConfOption = "",
 ) -> None:
-    """Run a server until Ctrl-C, on 127.0.0.1 or where --host says: for tests and single jobs.
+    """Run a store on this host until Ctrl-C, for tests and single jobs.
 
-    With --rdzv-endpoint it is this host's member of the store, for the run of -i, or for all runs
+    Valkey and Redis listen on 127.0.0.1, or at --host. Their password is RDZV_PLUGINS_PASSWORD, or
+    is in RDZV_PLUGINS_PASSWORD_FILE; if that file is missing, it is created with a new password. If
+    other hosts can reach the server and no password is set, a new one is shown once.
+
+    With --rdzv-endpoint it runs this host's member of a quorum: for the run of -i, or for all runs
     with the same cluster=... in --rdzv-conf. --host then names this host among the members.
-
-    Redis and Valkey have the password of RDZV_PLUGINS_PASSWORD or RDZV_PLUGINS_PASSWORD_FILE, and
-    where others reach them at least a new one, which is shown once. A file that is missing is made
-    with a new one.
     """
     from rdzv_plugins import servers
 

@@ -107,9 +107,7 @@ ConfOption = Annotated[
         help="the job's options, such as prefix: <option>=<value>,... as for torchrun",
     ),
 ]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="write JSON, which rdzv docs commands describes")
-]
+JsonOption = Annotated[bool, typer.Option("--json", help="write JSON (see rdzv docs commands)")]
 
 
 def one_run(run_id: str, first: str, *, needed: bool = True) -> str:

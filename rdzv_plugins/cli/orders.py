@@ -51,7 +51,7 @@ NodesArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RUN NODE",
-        help="the run, unless it is given with -i; then nodes, as rdzv status names them, or "
+        help="the run, if not given with -i; then nodes, as rdzv status names them, or "
         "hosts, by name or address: all nodes there",
         autocompletion=complete_run,
     ),
@@ -60,7 +60,7 @@ HostArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RUN HOST",
-        help="the run, unless it is given with -i or --all-runs; then the host: its name, its "
+        help="the run, if not given with -i or --all-runs; then the host: its name, its "
         "address, or a node on it as rdzv status names it",
         autocompletion=complete_run,
     ),
@@ -82,9 +82,9 @@ class Waiting:
     """Whether a command waits for what comes of its order, and for how long."""
 
     no_wait: Annotated[
-        bool, typer.Option("--no-wait", help="end once the order is given, before it has an effect")
+        bool, typer.Option("--no-wait", help="exit once the order is given, before its effect")
     ] = False
-    timeout: Annotated[float, typer.Option(help="seconds to wait for the effect at most")] = 300.0
+    timeout: Annotated[float, typer.Option(help="longest time to wait, in seconds")] = 300.0
 
 
 def drain(
@@ -98,9 +98,9 @@ def drain(
     force: ForceOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Take nodes out of a run for good: the others go on without them in a new round.
+    """Take nodes out of a run for good; the other nodes go on in a new round.
 
-    The agents of these nodes stop their workers and end with status 0.
+    The agents of these nodes stop their workers and exit with status 0.
     """
     from rdzv_plugins.protocol import orders
 
@@ -144,9 +144,9 @@ def restart(
     waiting: Waiting,
     why: WhyOption = "",
 ) -> None:
-    """Begin a new round of a run, with the nodes that it has.
+    """Restart all nodes of a run.
 
-    The workers start again; no agent counts that against --max-restarts.
+    A new round begins; no agent counts that against --max-restarts.
     """
     from rdzv_plugins.protocol import orders
 
@@ -173,9 +173,9 @@ def restart(
 
 
 def resize(about: OneRun, waiting: Waiting) -> None:
-    """Let in the nodes that wait for a place, now.
+    """Let the nodes that wait join now.
 
-    Whatever the options grow, min_uptime and resize_interval say, which make them wait.
+    The options grow, min_uptime and resize_interval may have made them wait.
     """
     from rdzv_plugins.protocol import orders
     from rdzv_plugins.protocol.documents import Names
@@ -209,15 +209,15 @@ def exclude(
     ] = "",
     why: WhyOption = "",
     later: Annotated[
-        bool, typer.Option("--later", help="also if no node of the run is on the host yet")
+        bool, typer.Option("--later", help="also if the run has no node on the host yet")
     ] = False,
     force: ForceOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Keep a host out of the rounds of a run id, also of its next runs.
+    """Keep a host out of a run, and out of later runs with its id.
 
-    If nodes of the host are in a round, the others go on without them in a new one. The agents of
-    the host wait, and join again when the exclusion ends.
+    If the host has nodes in the running round, a new round begins without them. The host's agents
+    wait, and join again when the exclusion ends.
     """
     from rdzv_plugins.protocol import orders
     from rdzv_plugins.protocol.documents import Exclusion
@@ -283,7 +283,7 @@ def _say_exclusion(
 
 
 def include(about: AboutRun, words: HostArgument = None, all_runs: AllRunsOption = False) -> None:
-    """Take an exclusion back; nodes of the host that wait join the next round."""
+    """End an exclusion; nodes of the host that wait join the next round."""
     from rdzv_plugins.protocol import orders
 
     run_id, host, whose = _run_and_host(about, words, all_runs)
@@ -307,9 +307,9 @@ def include(about: AboutRun, words: HostArgument = None, all_runs: AllRunsOption
 
 
 def excluded(about: OneRun, all_runs: AllRunsOption = False) -> None:
-    """List the hosts that are excluded from a run id, or quarantined, until when and why.
+    """List the hosts that are excluded or quarantined, until when and why.
 
-    People exclude hosts, with rdzv exclude; a run quarantines those that keep ending its rounds.
+    People exclude hosts with rdzv exclude. A run quarantines hosts that keep ending its rounds.
     """
     from datetime import UTC, datetime
 
@@ -350,12 +350,11 @@ def excluded(about: OneRun, all_runs: AllRunsOption = False) -> None:
 def accuse(
     about: AboutRun,
     words: NodesArgument = None,
-    timeout: Annotated[float, typer.Option(help="seconds to wait for an answer at most")] = 10.0,
+    timeout: Annotated[float, typer.Option(help="longest time to wait, in seconds")] = 10.0,
 ) -> None:
-    """Ask nodes of a run to show that they live, for whoever believes that they do not.
+    """Ask nodes of a run to prove that they are alive.
 
-    Nobody is lost for want of an answer: that takes a participant whose link to the node was
-    refused, or its lease.
+    A node that does not answer is not taken out by this command alone.
     """
     from rdzv_plugins.protocol import orders
 

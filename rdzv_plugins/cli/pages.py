@@ -22,11 +22,11 @@ OfClusterOption = Annotated[
         "--rdzv-id",
         "-i",
         callback=possible,
-        help="of a store that the nodes of each run have: the run, if not alone",
+        help="on a quorum: the run, if the hosts have several",
     ),
 ]
 HostOption = Annotated[
-    str, typer.Option(help="address to listen at; one that others reach needs a token")
+    str, typer.Option(help="address to listen at; if other hosts can reach it, a token is needed")
 ]
 
 
@@ -38,8 +38,8 @@ def dashboard(
 ) -> None:
     """Serve a page that shows all runs under a prefix while they go on, until Ctrl-C.
 
-    Where others reach it, it asks for the token of RDZV_PLUGINS_PAGE_TOKEN or of page_token_file in
-    --rdzv-conf, or for a new one, which is shown once.
+    If other hosts can reach it, it asks for the token of RDZV_PLUGINS_PAGE_TOKEN or of
+    page_token_file in --rdzv-conf, or for a new token, which it shows once.
     """
     _require("dashboard", "dashboard", "starlette", "uvicorn")
     from rdzv_plugins.dashboard.server import Dashboard
@@ -73,8 +73,8 @@ def exporter(
 ) -> None:
     """Serve metrics of all runs under a prefix to Prometheus, until Ctrl-C.
 
-    Where others reach it, it needs the token of RDZV_PLUGINS_PAGE_TOKEN or of page_token_file in
-    --rdzv-conf, which Prometheus sends.
+    If other hosts can reach it, it needs the token of RDZV_PLUGINS_PAGE_TOKEN or of page_token_file
+    in --rdzv-conf, which Prometheus sends.
     """
     _require("exporter", "metrics", "prometheus_client")
     from rdzv_plugins.observe.exporter import Exporter

@@ -79,7 +79,7 @@ def list_runs(
         list[str] | None,
         typer.Option(
             "--condition",
-            help=f"only runs that are so: {', '.join(_COLOURS)}; may be given more than once",
+            help=f"only runs of this condition: {', '.join(_COLOURS)}; may be given more than once",
             autocompletion=lambda: [*_COLOURS],
         ),
     ] = None,
@@ -91,11 +91,10 @@ def list_runs(
         ),
     ] = "",
 ) -> None:
-    """List the runs under a prefix, the newest first, each with what it does.
+    """List the runs under a prefix, the newest first, and what each does.
 
     The prefix is the option of that name, "rdzv" by default. Runs that have ended are listed for a
-    week (history_ttl). Where it is not seen within a second whether a run's nodes live, it is
-    "unknown".
+    week (history_ttl). A run is "unknown" if a second does not show whether its nodes are alive.
     """
     for condition in conditions or ():
         _refuse_unless_one_of(condition, _COLOURS, "--condition")
@@ -166,15 +165,14 @@ def _rounded(seconds: float) -> str:
 
 def status(
     about: OneRun,
-    wait: Annotated[str, typer.Option(help=f"until the run is so: {', '.join(STATUSES)}")] = "",
-    timeout: Annotated[float, typer.Option(help="seconds to wait at most")] = 300.0,
+    wait: Annotated[str, typer.Option(help=f"wait until the run is: {', '.join(STATUSES)}")] = "",
+    timeout: Annotated[float, typer.Option(help="longest time to wait, in seconds")] = 300.0,
     every: Annotated[bool, typer.Option("--all", help="all nodes, however many")] = False,
 ) -> None:
     """Show what a run does and waits for, its nodes, and why it restarted.
 
-    Exit status: 0 running, 3 forming, 4 no such run, 5 dead, 6 closed, 7 the time of --wait is
-    over. It answers at once where the nodes' last heartbeats are new; else it watches for them, for
-    up to 2 s, or 12 s if none comes or a node's clock says that one is missing.
+    Exit status: 0 running, 3 forming, 4 no such run, 5 dead, 6 closed, 7 --timeout is over. If the
+    last heartbeats are old, it first waits for new ones: up to 2 s, or 12 s if one is missing.
     """
     from msgspec import to_builtins
 
@@ -238,8 +236,8 @@ def history(
 def watch(about: OneRun) -> None:
     """Show the status and keep it up to date, until Ctrl-C or until the run is closed.
 
-    Into a pipe it writes one line whenever the run does something else. An outage of the store does
-    not end it. Exit status: 0, or 4 if there is no such run.
+    In a pipe it writes one line for each change. It continues through an outage of the store. Exit
+    status: 0, or 4 if there is no such run.
     """
     from rich.live import Live
     from rich.text import Text
@@ -273,8 +271,8 @@ def watch(about: OneRun) -> None:
 def close(about: OneRun) -> None:
     """Close a run: the current round trains to its end, and no further round forms.
 
-    First it watches until a heartbeat comes, or one that was due has not come: up to 12 s. It
-    notes the end of a dead run. The id is free once no node trains in the run.
+    It first waits up to 12 s for a heartbeat, to see whether the run is alive. The id is free once
+    no node trains in the run.
     """
     from rdzv_plugins.observe.inspection import Condition
     from rdzv_plugins.process.driver import carry_out
@@ -342,13 +340,13 @@ def clean(
         bool, typer.Option("--dead", help="all dead runs under the prefix instead of one")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="even if nodes live, which then write keys again")
+        bool, typer.Option("--force", help="even if nodes are alive; they write their keys again")
     ] = False,
 ) -> None:
     """Delete all keys of a run, so that its id can be used again at once.
 
-    It refuses while a node lives: it watches for heartbeats until one was due of each. A dead run
-    counts as closed from then on, in rdzv list, history and the metrics.
+    It first waits for a heartbeat of each node, and refuses if a node is alive. In rdzv list,
+    history and the metrics, a dead run then counts as closed.
     """
     from rdzv_plugins.kv.sealed import why_unreadable
     from rdzv_plugins.observe.history import list_runs
