@@ -22,7 +22,7 @@ OfClusterOption = Annotated[
         "--rdzv-id",
         "-i",
         callback=possible,
-        help="on a quorum: the run, if the hosts have several",
+        help="if the job's hosts keep the store: the run, if there are several",
     ),
 ]
 HostOption = Annotated[

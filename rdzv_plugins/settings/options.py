@@ -52,14 +52,14 @@ class Settings:
     """The handler's own options."""
 
     join_timeout: float = option(600.0, least=0.001)
-    """seconds within which a node must be in a complete round; torch's name of it, ``timeout``, is
-    taken too, except for the 900 that torchrun itself adds where --rdzv-conf has none"""
+    """seconds within which a node must be in a complete round; torch's name ``timeout`` is
+    accepted, except the 900 that torchrun adds by itself"""
     last_call_timeout: float = option(30.0, least=0)
     """seconds to wait for more nodes once the minimum has joined"""
     close_timeout: float = option(30.0, least=0.001)
     """seconds within which closing the run must succeed"""
     heartbeat_timeout: float | None = option(None, least=0.01)
-    """seconds that one request to the store may take, retries included; none: a third of the lease,
+    """seconds that one request to the store may take, with its retries; none: a third of the lease,
     from 2 to 5"""
     keep_alive_interval: float = option(5.0, least=0.05)
     """seconds between two heartbeats of a node"""
@@ -70,35 +70,33 @@ class Settings:
     """when a node is lost, restart the others at once"""
     replacement_timeout: float | None = option(None, least=0, of_run=True)
     """seconds that a restart after a loss waits for more nodes than the minimum; none:
-    last_call_timeout. A restart at which all nodes of the last round are back waits for no
-    others"""
+    last_call_timeout. If all nodes of the last round are back, it does not wait"""
     grow: str = option("now", choices=("now", "checkpoint", "never"), of_run=True)
-    """when a running round with room is ended for newcomers: now (once last_call_timeout has passed
-    or they fill the round), checkpoint (when a worker calls ``rdzv_plugins.saved()``, or at ``rdzv
-    resize``) or never; any restart lets them in"""
+    """when newcomers may end a running round that has room: now (after last_call_timeout, or once
+    they fill the round), checkpoint (when a worker calls ``rdzv_plugins.saved()``, or at ``rdzv
+    resize``) or never. Any other restart lets them in"""
     save_timeout: float = option(60.0, least=0, of_run=True)
     """seconds that a planned end of a round (``rdzv drain``, ``restart`` and ``resize``,
-    grow=checkpoint, a signal to ``rdzv run``) waits until all ranks have saved at one step, as
-    ``rdzv_plugins.step()`` tells them; 0: it does not wait. Without effect if the script does not
-    call it"""
+    grow=checkpoint, a signal to ``rdzv run``) waits for the checkpoint of a script that calls
+    ``rdzv_plugins.step()``; 0: it does not wait"""
     leave_notice: float = option(25.0, least=0)
     """seconds after SIGTERM, or another of ``--signals-to-handle``, within which ``rdzv run``
-    leaves; until then its workers train on until the run has saved; at most save_timeout"""
+    leaves; until the run has saved, its workers train on; at most save_timeout"""
     min_uptime: float = option(0.0, least=0, of_run=True)
     """seconds that a round runs before it is ended for newcomers"""
     resize_interval: float = option(0.0, least=0, of_run=True)
-    """seconds after newcomers were let in until the next ones are"""
+    """seconds between two rounds that begin for newcomers"""
     no_progress_rounds: int = option(0, least=0, of_run=True)
-    """after so many rounds in a row that ran for less than no_progress_uptime and were not ended
-    for newcomers, the run is closed and torchrun exits with 93; 0: never"""
+    """the run is closed, and torchrun exits with 93, after so many rounds in a row that ran for
+    less than no_progress_uptime and did not end for newcomers; 0: never"""
     no_progress_uptime: float = option(60.0, least=0, of_run=True)
     """seconds; see no_progress_rounds"""
     quarantine_after: int | None = option(None, least=0, of_run=True)
-    """a host that ends so many rounds within quarantine_window by its loss or its workers' failure
-    is kept out for a time, if enough other nodes are there; none: 3, and losses alone count; 0:
-    never"""
+    """a host is kept out for a time after it has ended so many rounds within quarantine_window by
+    its loss or its workers' failure, if enough other nodes are there; none: 3, and only losses
+    count; 0: never"""
     quarantine_window: float = option(3600.0, least=1, of_run=True)
-    """seconds; also the longest quarantine: the first takes a tenth of it, each further one of a
+    """seconds; also the longest quarantine: the first takes a tenth of it, each further one of the
     host twice as long"""
     rank_order: str = option(
         "natural", choices=("natural", "stable", "hint", "topology"), of_run=True
@@ -108,32 +106,30 @@ class Settings:
     rank: int | None = option(None, least=0)
     """this node's position for rank_order=hint, e.g. $SLURM_NODEID"""
     domain: str | None = option(None)
-    """where this node is, for rank_order=topology and segment: ``rack7``, or by levels, the widest
+    """where this node is, for rank_order=topology and segment: ``rack7``, or levels, the widest
     first, as in ``spine1/leaf3/rack7``; none: as Slurm (SLURM_TOPOLOGY_ADDR) or NVML (the NVLink
-    domain) tells it"""
+    domain) says"""
     node_unit: int = option(1, least=1, of_run=True)
     """a round has a multiple of so many nodes; the rest wait as spares"""
     segment: int = option(1, least=1, of_run=True)
     """a round has whole segments of so many nodes of one domain; the rest wait as spares"""
     network_check: bool = option(False, of_run=True)
-    """a round runs once its nodes, each with one other, have exchanged 4 MiB each way, and all have
-    reached rank 0's MASTER_PORT; a node that fails with several others is left out; see
-    node-checks.md"""
+    """before a round runs, pairs of nodes exchange 4 MiB each way, and all dial rank 0's
+    MASTER_PORT; a node that fails with several others is left out; see node-checks.md"""
     links: bool = option(True)
-    """neighbours in rank order keep connections to each other, at a port of master_port, so that
-    the others notice about a second after a process was killed, and not after its lease; a node
-    that lives is asked first. Without effect with on_outage=stop"""
+    """neighbours in rank order keep connections to each other, at a port of master_port: a killed
+    process is noticed after about a second, and not after its lease. on_outage=stop turns links
+    off"""
     rejoin_timeout: float = option(600.0, least=0.001)
     """seconds that a round waits for a live node of the last round before it starts without that
-    node; a tenth of this if the other nodes fill the round; at most 0.8 x join_timeout"""
+    node; a tenth of this if other nodes fill the round; at most 0.8 x join_timeout"""
     loss_shutdown_timeout: float = option(5.0, least=0)
-    """seconds that workers have to end when their round has lost a node, before they get SIGKILL,
-    at most ``--shutdown-timeout``: in a collective Python runs no handler of SIGTERM. For ``rdzv
-    run``; torchrun gives them its 30 s"""
+    """seconds from SIGTERM to SIGKILL for the workers of a round that has lost a node, at most
+    ``--shutdown-timeout``; for ``rdzv run``, torchrun takes 30 s"""
     on_outage: str = option("continue", choices=("continue", "stop"))
-    """while the store does not answer, workers continue, or stop after outage_limit, so that no two
-    worlds of a run train at once; a node that the store refuses while it accepts others stops its
-    workers after its lease in any case; see split-brain.md"""
+    """while the store does not answer: workers continue, or stop after outage_limit, so that no
+    second copy of the job trains; stop turns links off. A node that the store refuses while it
+    accepts others stops its workers after its lease in any case; see split-brain.md"""
     outage_limit: float | None = option(None, least=0)
     """with on_outage=stop: seconds without an accepted heartbeat after which a node stops its
     workers; none: the lease"""
@@ -146,8 +142,8 @@ class Settings:
     """seconds that the last rounds of a run, its end and its entry in the list of runs are kept; 0:
     they are not written"""
     check_command: str | None = option(None)
-    """a program with arguments, run before this node joins: its status is 0, or the last line of
-    its output is the reason why the node does not join; see node-checks.md"""
+    """a program with arguments, run before this node joins: status 0 lets it join, else the last
+    line of the output is the reason why not; see node-checks.md"""
     checks: str | None = option(None)
     """more such checks, with a comma or + between: gpu (extra ``gpu``), disk, network, and entry
     points of the group rdzv_plugins.health"""
@@ -157,8 +153,8 @@ class Settings:
     """join (before a node that is in no round joins) or restart (each time that its agent asks for
     a round)"""
     on_unhealthy: str = option("wait", choices=("wait", "exit"))
-    """of a node whose checks fail, or whose host lets no worker start: wait (the others go on; it
-    tries again after 1, 2, 4 ... up to 60 s; these pauses count against join_timeout) or exit"""
+    """what a node does whose checks fail, or whose host lets no worker start: wait (the others go
+    on; it tries again after 1, 2, 4 ... up to 60 s, until join_timeout) or exit"""
     check_fails_open: bool = option(False)
     """a check that cannot run (no such program, no answer in time, an exception) counts as passed,
     with a warning"""
@@ -167,29 +163,28 @@ class Settings:
     check_disk_free: float = option(1.0, least=0)
     """GiB that must be free there"""
     interface: str | None = option(None)
-    """the network interface whose address the others dial, e.g. ib0; none: the one by which this
-    node reaches the store, or, if it does so at loopback, that of the default route"""
+    """the network interface whose address the others dial, e.g. ib0; none: that by which this node
+    reaches the store, or, if that is loopback, the default route"""
     network: str | None = option(None)
     """the network in which the address is that the others dial, e.g. 10.1.0.0/16. ``--local-addr``
     overrides both"""
     master_port: str | None = option(None)
-    """the range of ports, such as 30000-30999, that rank 0's MASTER_PORT is of, and those of
-    ``links`` and ``network_check``, at least three; none: any free one. Each round has another port
-    than the one before. Two runs whose hosts may get each other's addresses need ranges of their
-    own, or a wide one; see split-brain.md. Not the ports that gloo or NCCL open"""
+    """the range of at least three ports, such as 30000-30999, for rank 0's MASTER_PORT, ``links``
+    and ``network_check``; none: any free port. Each round has another port than the one before. If
+    hosts of two runs may get each other's addresses, give each run its own range, or a wide one;
+    see split-brain.md. gloo and NCCL open other ports"""
     log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
-    """from which level on this package's lines go to stderr: DEBUG, INFO, WARNING or ERROR; without
+    """the least level of this package's lines on stderr: DEBUG, INFO, WARNING or ERROR; without
     effect where the application has set up logging"""
     metrics_port: int | None = option(None, least=0)
     """serve /metrics, /healthz and /why of this node on this port; 0: any free one, which the log
     names (extra ``metrics``)"""
     metrics_host: str | None = option(None)
-    """address on which they are served; one that others reach needs a page_token; none:
+    """address on which they are served; if other hosts can reach it, page_token is needed; none:
     127.0.0.1"""
     page_token: str | None = option(None, secret=True)
-    """what clients of /metrics and /why send as the header ``Authorization: Bearer``; /healthz
-    needs none. The same for ``rdzv dashboard`` and ``rdzv exporter``. Set it in
-    $RDZV_PLUGINS_PAGE_TOKEN"""
+    """the token for /metrics and /why, and for ``rdzv dashboard`` and ``rdzv exporter``: clients
+    send it as the header `Authorization: Bearer`. Set it in $RDZV_PLUGINS_PAGE_TOKEN"""
     page_token_file: str | None = option(None)
     """file whose first line is that token; read at each request"""
     otel: bool = option(False)
