@@ -30,7 +30,7 @@ from rdzv_plugins.observe.page_access import LOOPBACK, PageAccess
 from rdzv_plugins.protocol import effects, round_record
 from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
-from rdzv_plugins.protocol.rules import Rules, View
+from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.words import call_ends
 from rdzv_plugins.settings.options import Settings
@@ -204,10 +204,10 @@ class Report:
     """Measures one node, and serves or reports what it measures."""
 
     def __init__(
-        self, run_id: str, node: Node, backend: str, rules: Rules, settings: Settings, log: RunLog
+        self, run_id: str, node: Node, backend: str, settings: Settings, log: RunLog
     ) -> None:
         self._node = node
-        self._rules = rules
+        self._rules = node.rules
         self._info = {
             "run": run_id,
             "node": node.record.label,

@@ -6,13 +6,21 @@ run's store alone; whoever else connects gets nothing, and is dropped.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
 import time
 
+from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.kv.gate import is_master
+from rdzv_plugins.peers.addresses import ANY_PORT
 from rdzv_plugins.peers.listener import Line, Listener
+from rdzv_plugins.protocol.effects import DialPeer
+from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.settings.options import Settings
+
+log = logging.getLogger(__name__)
 
 EXCHANGED = 4 << 20
 """Bytes each way."""
@@ -101,3 +109,43 @@ class _Exchanging(Line):
         self._came += len(data)
         self.writes = self._came >= self._size
         return self if data else None
+
+
+def dial_peer(request: DialPeer, shares_store: bool) -> float:
+    """Dial another node for the network check; return the seconds.
+
+    ``shares_store``: workers share rank 0's TCPStore, which the agent has opened already.
+    """
+    if request.exchanges:
+        return exchange(request.node, request.endpoint, request.limit)
+    try:
+        return dial(request.endpoint, request.limit)
+    except ConnectionRefusedError:
+        if shares_store:
+            raise
+        return 0.0  # The host has answered; a worker opens the port later.
+
+
+def open_listener(
+    node_id: str, address: str, run_id: str, rules: Rules, settings: Settings
+) -> Listener | None:
+    """Listen for the network check and for links of other nodes; None: not needed, or no links."""
+    if rules.max_nodes == 1 or not (rules.network_check or rules.answer is not None):
+        return None
+    # Links alone can use any port, if no firewall is in between.
+    ports = [*settings.answer_ports, *([] if rules.network_check else ANY_PORT)]
+    try:
+        listener = Listener(address, f"rdzv-{run_id}-answers", ports)
+    except (OSError, RuntimeError, MemoryError) as error:
+        if not rules.network_check:
+            log.debug("run '%s': this node has no links to others: %s", run_id, error)
+            return None
+        if not isinstance(error, OSError):
+            raise
+        raise RendezvousStateError(
+            f"no port of master_port={settings.master_port or 'any'} is free at '{address}' for "
+            f"the network check ({error}): name more, or end what listens there"
+        ) from error
+    if rules.network_check:
+        answer(listener, node_id)
+    return listener

@@ -409,7 +409,7 @@ class Driver:
                 f"{text} -- this node keeps trying; if others may have gone on without it once its "
                 "lease is over, its workers are stopped"
             )
-        elif (limit := self._node.outage_limit) < math.inf:
+        elif (limit := self._node.rules.outage_limit) < math.inf:
             self._log.warning(
                 f"{text} -- this node keeps trying; if no heartbeat of it is accepted for "
                 f"{limit:g} s, its workers are stopped (on_outage=stop)"

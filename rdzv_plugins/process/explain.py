@@ -13,11 +13,20 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.observe.history import Archive
-from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Outcome, Status, at_work
+from rdzv_plugins.protocol.documents import (
+    NOBODY,
+    NODES_PREFIX,
+    Names,
+    NodeRecord,
+    Outcome,
+    RoundDocument,
+    Status,
+    at_work,
+)
 from rdzv_plugins.protocol.effects import JoinOutcome
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.record_cache import readable
-from rdzv_plugins.protocol.rules import Failure, Rules
+from rdzv_plugins.protocol.rules import Failure
 from rdzv_plugins.protocol.states import is_due
 
 # Other nodes see at most this many characters of an OSError's text.
@@ -38,7 +47,6 @@ class Refusal:
     def __init__(
         self,
         run_id: str,
-        rules: Rules,
         node: Node,
         client: KeyValueClient,
         archive: Archive,
@@ -46,7 +54,6 @@ class Refusal:
         store_is_here: Callable[[], bool],
     ) -> None:
         self._run_id = run_id
-        self._rules = rules
         self._node = node
         self._client = client
         self._archive = archive
@@ -73,7 +80,7 @@ class Refusal:
                 theirs = f"{document.min_nodes}:{document.max_nodes}" if document else "others"
                 return RendezvousStateError(
                     f"{run} was started with --nnodes={theirs}, this node with "
-                    f"--nnodes={self._rules.min_nodes}:{self._rules.max_nodes}; "
+                    f"--nnodes={self._node.rules.min_nodes}:{self._node.rules.max_nodes}; "
                     "use the same on every node, or another --rdzv-id"
                 )
             case Failure.TIMEOUT:
@@ -83,7 +90,7 @@ class Refusal:
         )
 
     def _of_timeout(self, outcome: JoinOutcome) -> BaseException:
-        rules, patience, more = self._rules, self._patience, ""
+        rules, patience, more = self._node.rules, self._patience, ""
         if rules.min_nodes < rules.max_nodes and patience <= rules.last_call:
             more = f"; last_call_timeout alone is {rules.last_call:g} s"
         with suppress(OSError, RuntimeError):  # An exhausted host cannot look up the name.
@@ -131,6 +138,14 @@ class Refusal:
         if said is None:
             return came, "nothing is known of it"
         return came, str(said.at_the_end(left, gave_up))
+
+    def who(self, document: RoundDocument) -> Names:
+        """The nodes of this round; empty if the store does not tell."""
+        with suppress(RendezvousConnectionError):
+            found = map(readable, self._client.list(NODES_PREFIX).values())
+            here = [it for it in found if it is not None and it.world_id == document.world_id]
+            return Names().plus(it.label for it in sorted(here, key=lambda it: it.rank or 0))
+        return NOBODY
 
 
 def seems_silent(record: NodeRecord) -> bool:

@@ -39,10 +39,9 @@ from rdzv_plugins.kv.retry import retry, store_is_away
 from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.observe.logs import RunLog, told
 from rdzv_plugins.observe.metrics import Report
-from rdzv_plugins.peers.addresses import ANY_PORT, is_own_ip, lacking_version
-from rdzv_plugins.peers.exchange import answer, dial, exchange
+from rdzv_plugins.peers.addresses import is_own_ip, lacking_version
+from rdzv_plugins.peers.exchange import dial_peer, open_listener
 from rdzv_plugins.peers.links import Links
-from rdzv_plugins.peers.listener import Listener
 from rdzv_plugins.peers.reach import Reach
 from rdzv_plugins.process.driver import Driver, Watcher, carry_out, watched
 from rdzv_plugins.process.explain import Refusal, what_failed
@@ -53,11 +52,9 @@ from rdzv_plugins.process.steps import Steps
 from rdzv_plugins.process.worker import CurrentRound, hand_down, take_back
 from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.cleanup import close_run
-from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
-    Names,
     NodeRecord,
     Outcome,
     Phase,
@@ -125,7 +122,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._archive = archive
         self._run_id = run_id
         rules = rules.of_run(run_id, sealed=client.sealed)
-        self._rules = rules
         self._settings = settings
         self._masters = MasterServers(
             address, settings.ports, settings.master_port, rules, f"rdzv-{run_id}-door"
@@ -135,8 +131,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._handed_down: str | None = None
         self._pid = os.getpid()
         node_id = secrets.token_hex(8)
-        self._listener = self._listen(node_id, address)
-        has_links = self._listener is not None and rules.answer is not None
+        self._listener = open_listener(node_id, address, run_id, rules, settings)
+        port = self._listener.port if self._listener is not None else 0
         record = NodeRecord(
             address=address,
             names=tuple("" if name == address else name for name in names),
@@ -152,8 +148,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             policy=settings.policy,
             domain=settings.domain if rules.minds_domains else None,
             lacks=lacking_version(address) if rules.max_nodes > 1 else 0,
-            port=self._listener.port if self._listener and rules.network_check else 0,
-            link=self._listener.port if self._listener and has_links else 0,
+            port=port if rules.network_check else 0,
+            link=port if rules.answer is not None else 0,
         )
         self._steps = Steps(lambda text: self._log.warning(text))
         self._node = Node(
@@ -168,38 +164,22 @@ class StoreRendezvousHandler(RendezvousHandler):
         )
         self._log = RunLog(log, run_id, self._node, archive.command)
         self._refusal = Refusal(
-            run_id, rules, self._node, client, archive, settings.join_timeout, store_is_here
+            run_id, self._node, client, archive, settings.join_timeout, store_is_here
         )
         self._reach = Reach(address, self._log.warning, f"rdzv-{run_id}-reach")
         # Read before torchrun's variables are withheld from the workers.
         restarts = max_restarts() or 0
-        self._service = Service(self._node, rules, time.monotonic, time.time, restarts)
+        self._service = Service(self._node, time.monotonic, time.time, restarts)
         self._events = Events(run_id, address, record.label)
         self._watchers: list[Watcher] = []
         self._report: Report | None = None
         store = client
         if settings.metrics_port is not None or settings.otel:
-            self._report = Report(run_id, self._node, client.name, rules, settings, self._log)
+            self._report = Report(run_id, self._node, client.name, settings, self._log)
             self._client = client = self._report.measured(client)
             self._watchers.append(self._report.watch)
-        self._driver = Driver(
-            self._node,
-            client,
-            archive,
-            self._open_master,
-            run_id,
-            self._watchers,
-            self._dial,
-            self._keep_links if has_links else None,
-        )
-        _tell_of_retries(store, self._driver)
-        self._fitness = Fitness(
-            run_id, settings, self._node, self._driver, self._log,
-            gate_of(settings, self._rank_0, self._log.warning),
-            lambda: self._ended, self._refuse, self._raise,
-        )  # fmt: skip
         self._links: Links | None = None
-        if self._listener is not None and has_links:
+        if self._listener is not None and rules.answer is not None:
             neighbours = self._node.neighbours
             self._links = Links(
                 self._listener,
@@ -211,6 +191,22 @@ class StoreRendezvousHandler(RendezvousHandler):
                 neighbours.report_others,
                 self._log.warning,
             )
+        self._driver = Driver(
+            self._node,
+            client,
+            archive,
+            self._open_master,
+            run_id,
+            self._watchers,
+            lambda request: dial_peer(request, self.use_agent_store),
+            self._links.hold if self._links is not None else None,
+        )
+        _tell_of_retries(store, self._driver)
+        self._fitness = Fitness(
+            run_id, settings, self._node, self._driver, self._log,
+            gate_of(settings, lambda: self._service.rank_0, self._log.warning),
+            lambda: self._ended, self._refuse, self._raise,
+        )  # fmt: skip
         self._closed = False
         self._ending = threading.Lock()
         self._ended = False
@@ -246,7 +242,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         They count from the end of a grace (`grace_left`). The loss shows later only if the store is
         away, or if the leader was lost together with its first successors.
         """
-        return loss_shows_within(self._rules)
+        return loss_shows_within(self._node.rules)
 
     @property
     def grace_left(self) -> float:
@@ -302,8 +298,15 @@ class StoreRendezvousHandler(RendezvousHandler):
         if withholds:
             withhold()
         address, _, port = (document.master or "").rpartition(":")
-        if self._run_id == _DEFAULT_RUN_ID and world_size > 1:
-            self._name_the_others(document)
+        if (
+            self._run_id == _DEFAULT_RUN_ID
+            and world_size > 1
+            and (who := self._refusal.who(document))
+        ):
+            self._log.warning(
+                f"the run id is '{self._run_id}', torch's default, so that these nodes are in one "
+                f"run, of whatever jobs they are: {who}"
+            )
         self._store = AgentStore(
             self._client,
             store_prefix(document.incarnation, document.round),
@@ -395,20 +398,6 @@ class StoreRendezvousHandler(RendezvousHandler):
             told(error)
         raise error.with_traceback(None) from None
 
-    def _rank_0(self) -> tuple[str, int] | None:
-        """Where rank 0 of this node's last round listens, if the run still has that node.
-
-        None also if this node is rank 0, or if the round is too large for it to know rank 0.
-        """
-        last, latest = self._service.last, self._node.latest
-        if last is None or last.master is None or latest is None or not latest.is_of(last):
-            return None
-        first = last.participants[0] if last.participants else self._node.id
-        if first == self._node.id or first in latest.lost or not latest.names(first):
-            return None
-        address, _, port = last.master.rpartition(":")
-        return address, int(port)
-
     def num_nodes_waiting(self) -> int:
         """Above 0 if the agent should join again; reads memory, without I/O. Never raises."""
         # Only the main thread can; next_rendezvous() may have run in another thread.
@@ -424,7 +413,7 @@ class StoreRendezvousHandler(RendezvousHandler):
     @property
     def leave_notice(self) -> float:
         """As the option; at most ``save_timeout``."""
-        return min(self._settings.leave_notice, self._rules.save_timeout)
+        return min(self._settings.leave_notice, self._node.rules.save_timeout)
 
     @property
     def can_save(self) -> bool:
@@ -469,8 +458,8 @@ class StoreRendezvousHandler(RendezvousHandler):
             round=0,
             phase=Phase.FORMING,
             leader=None,
-            min_nodes=self._rules.min_nodes,
-            max_nodes=self._rules.max_nodes,
+            min_nodes=self._node.rules.min_nodes,
+            max_nodes=self._node.rules.max_nodes,
         )
 
         def close() -> None:
@@ -600,7 +589,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._attendance is not None:
             self._hasten(self._attendance, at_exit)
         # At exit several handlers end one after another; none waits for a store that is away.
-        gives_up = at_exit and self._driver.outage_seconds > self._rules.request
+        gives_up = at_exit and self._driver.outage_seconds > self._node.rules.request
 
         def leave() -> None:
             if self._node.latest is not None and self._node.latest.closed:
@@ -702,65 +691,11 @@ class StoreRendezvousHandler(RendezvousHandler):
             atexit.unregister(self._at_exit)
             self._gone.set()
 
-    def _name_the_others(self, document: RoundDocument) -> None:
-        """Log the nodes of a run whose id several jobs may share."""
-        try:
-            entries = self._client.list(NODES_PREFIX)
-        except RendezvousConnectionError:
-            return
-        found = (readable(entry) for entry in entries.values())
-        here = [it for it in found if it is not None and it.world_id == document.world_id]
-        labels = [it.label for it in sorted(here, key=lambda it: it.rank or 0)]
-        shown = Names().plus(labels)
-        self._log.warning(
-            f"the run id is '{self._run_id}', torch's default, so that these nodes are in one run, "
-            f"of whatever jobs they are: {shown}"
-        )
-
     def _open_master(self, world_id: str) -> str:
         """See `MasterServers.open`."""
         latest = self._node.latest
         before = latest.master.rpartition(":")[2] if latest and latest.master else ""
         return self._masters.open(world_id, before, for_workers=not self.use_agent_store)
-
-    def _listen(self, node_id: str, address: str) -> Listener | None:
-        """Listen for the network check and for links of other nodes."""
-        rules, settings, name = self._rules, self._settings, f"rdzv-{self._run_id}-answers"
-        if rules.max_nodes == 1 or not (rules.network_check or rules.answer is not None):
-            return None
-        # Links alone can use any port, if no firewall is in between.
-        ports = [*settings.answer_ports, *([] if rules.network_check else ANY_PORT)]
-        try:
-            listener = Listener(address, name, ports)
-        except (OSError, RuntimeError, MemoryError) as error:
-            if not rules.network_check:
-                log.debug("run '%s': this node has no links to others: %s", self._run_id, error)
-                return None
-            if not isinstance(error, OSError):
-                raise
-            raise RendezvousStateError(
-                f"no port of master_port={settings.master_port or 'any'} is free at "
-                f"'{address}' for the network check ({error}): name more, or end what "
-                "listens there"
-            ) from error
-        if rules.network_check:
-            answer(listener, node_id)
-        return listener
-
-    def _keep_links(self, peers: dict[str, str], standing: Standing) -> None:
-        if self._links is not None:
-            self._links.hold(peers, standing)
-
-    def _dial(self, request: effects.DialPeer) -> float:
-        """Dial another node for the network check; return the seconds. Called in a thread."""
-        if request.exchanges:
-            return exchange(request.node, request.endpoint, request.limit)
-        try:
-            return dial(request.endpoint, request.limit)
-        except ConnectionRefusedError:
-            if self.use_agent_store:
-                raise
-            return 0.0  # The host has answered; a worker opens the port later.
 
 
 def _tell_of_retries(client: KeyValueClient, driver: Driver) -> None:

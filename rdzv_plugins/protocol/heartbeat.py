@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from rdzv_plugins.protocol.documents import NodeRecord, Status
 from rdzv_plugins.protocol.effects import Effects, PutRecord
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.progress import Workers
-from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.protocol.rules import Own
 
 # The record's `slow` is 0 below this many milliseconds.
 _SLOW = 50
@@ -25,29 +24,14 @@ _ANSWERS, _ANSWERS_FOR = 3, 4
 class Heartbeat:
     """When a node's record is written, and with what. ``record``: what the next heartbeat says."""
 
-    def __init__(
-        self,
-        node_id: str,
-        record: NodeRecord,
-        rules: Rules,
-        clock: Callable[[], float],
-        chance: random.Random,
-        wall: Callable[[], float],
-        seen: Observer,
-        workers: Workers,
-    ) -> None:
+    def __init__(self, own: Own, record: NodeRecord, seen: Observer, workers: Workers) -> None:
         self.record = record
-        self._id = node_id
-        self._rules = rules
-        self._clock = clock
-        self._chance = chance
-        self._wall = wall
-        self._seen = seen
-        self._workers = workers
+        self._own, self._rules, self._clock = own, own.rules, own.clock
+        self._seen, self._workers = seen, workers
         # Whether the record is due before the next decision, and the bell is rung with it.
         self._is_due = self._rings = False
         # The first heartbeat comes with the order to join.
-        self._next = clock() + rules.interval
+        self._next = own.clock() + own.rules.interval
         # Seconds that the last two writes took.
         self._took = (0.0, 0.0)
         # The node is accused, and beats more often until this time.
@@ -86,7 +70,7 @@ class Heartbeat:
             yield from self._write(last_call())
             self._seen.beat_was_late(self._clock() - due)
             # Never sooner than an interval. The random part keeps thousands of nodes out of step.
-            pause = self._rules.interval * (1 + 0.1 * self._chance.random())
+            pause = self._rules.interval * (1 + 0.1 * self._own.chance.random())
             if self._clock() < self._answers_until:
                 pause = min(pause, (self._rules.answer or 0.0) / _ANSWERS)
             self._next = self._clock() + pause
@@ -102,13 +86,13 @@ class Heartbeat:
             step=(progress.step, progress.milliseconds, progress.rank) if progress else None,
             slow=slow if slow >= _SLOW else 0,
             # For people alone.
-            at=int(self._wall()),
+            at=int(self._own.wall()),
             last_call=last_call,
         )
         rings, self._is_due, self._rings = self._rings, False, False
         asked = self._clock()
         try:
-            yield from PutRecord(self._id, self.record, rings)
+            yield from PutRecord(self._own.id, self.record, rings)
         except RendezvousConnectionError:
             self.require(rings=rings)
             raise

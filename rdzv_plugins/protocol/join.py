@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rdzv_plugins.kv import RendezvousStateError
+from rdzv_plugins.kv.sealed import ForeignValueError
+from rdzv_plugins.protocol import words
 from rdzv_plugins.protocol.contact import Contact
-from rdzv_plugins.protocol.documents import RoundDocument, Status
+from rdzv_plugins.protocol.documents import (
+    CorruptDocumentError,
+    RoundDocument,
+    SealedRunError,
+    Status,
+)
+from rdzv_plugins.protocol.effects import Effects, Tell
 from rdzv_plugins.protocol.heartbeat import Heartbeat
 from rdzv_plugins.protocol.observer import Observer
-from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.protocol.rules import Own, View
+from rdzv_plugins.protocol.situation import waits_for_a_living_round
 
 # Tell a changed sentence once it has stood this long, not at each step of a forming round.
 _SETTLED_SECONDS = 1.0
@@ -113,16 +123,15 @@ class Join:
 
     def __init__(
         self,
+        own: Own,
         orders: Orders,
         timeout: float,
-        rules: Rules,
-        clock: Callable[[], float],
         seen: Observer,
         heartbeat: Heartbeat,
         contact: Contact,
     ) -> None:
         self._orders = orders
-        self._timeout, self._rules, self._clock = timeout, rules, clock
+        self._timeout, self._rules, self._clock = timeout, own.rules, own.clock
         self._seen, self._heartbeat, self._contact = seen, heartbeat, contact
         self.waits = False
         self.asked_at = self.deadline = 0.0
@@ -130,7 +139,7 @@ class Join:
         self.rounds: dict[str, int] = {}
         self.suspect = False
         self.news = ""
-        self.pace = Pace(clock())
+        self._pace = Pace(own.clock())
 
     def take_orders(self) -> bool:
         """Change the record as the agent has ordered; returns whether a join begins."""
@@ -170,7 +179,7 @@ class Join:
         orders, label, contact = self._orders, self._heartbeat.record.label, self._contact
         self.waits, self.asked_at = True, self._clock()
         self.deadline = self.asked_at + max(0.0, self._timeout - orders.waited)
-        self.pace = Pace(self.asked_at)
+        self._pace = Pace(self.asked_at)
         if self.given is None:
             record = self._heartbeat.record
             self.news = f"joined as {label}, --nnodes={record.min_nodes}:{record.max_nodes}"
@@ -209,3 +218,33 @@ class Join:
     def seconds_left(self) -> float:
         """Seconds until the join times out."""
         return max(0.0, self.deadline - self._clock())
+
+    def tell_news(self) -> Effects[None]:
+        """Log what the agent asked for, when there is time: a line takes as long as a request."""
+        if self.news:
+            news, self.news = self.news, ""
+            yield from Tell("joined", news)
+
+    def tell_wait(self, view: View) -> Effects[None]:
+        """Log what this node waits for."""
+        now = self._clock()
+        # A remark has already said what a spare waits for, and a spare may wait for days.
+        if not self._pace.is_due(now) or waits_for_a_living_round(view):
+            return
+        found = words.of_node(view, self.deadline - now)
+        if self._pace.tells(found.lasting, now):
+            yield from Tell("waiting", str(found))
+
+    @property
+    def has_asked_for_a_lease(self) -> bool:
+        """Whether live nodes of the run would have shown it since this node asked."""
+        return self._clock() >= self.asked_at + self._rules.lease + self._rules.interval
+
+    def is_hopeless(self, error: Exception) -> bool:
+        """Whether the join ends with this error."""
+        if isinstance(error, SealedRunError | ForeignValueError):
+            # Nodes with another secret may live; if none does, this node begins a run in its place.
+            return self.has_asked_for_a_lease
+        if isinstance(error, CorruptDocumentError):
+            return self._clock() >= self.deadline
+        return isinstance(error, RendezvousStateError) or self._clock() >= self.deadline

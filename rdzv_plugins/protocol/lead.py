@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
@@ -15,7 +15,7 @@ from rdzv_plugins.protocol.heartbeat import Heartbeat
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.policies.growth import last_call_seconds
 from rdzv_plugins.protocol.round_record import Durations
-from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.protocol.rules import Own
 
 # After this long without a bell, the leader reads the exclusions and publishes the time
 # at which the last call ends.
@@ -29,22 +29,10 @@ _RENEWALS = 4
 class Lead:
     """The leader's memory; it stays unchanged in a node that does not lead."""
 
-    def __init__(
-        self,
-        node_id: str,
-        rules: Rules,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-        seen: Observer,
-        heartbeat: Heartbeat,
-    ) -> None:
+    def __init__(self, own: Own, seen: Observer, heartbeat: Heartbeat) -> None:
         self.abdicated = False
-        self._id = node_id
-        self._rules = rules
-        self._clock = clock
-        self._wall = wall
-        self._seen = seen
-        self._heartbeat = heartbeat
+        self._own, self._rules, self._clock = own, own.rules, own.clock
+        self._seen, self._heartbeat = seen, heartbeat
         # The version of the bell as last heard.
         self._bell: Version | None = None
         # The round to tidy up after, the round before it, and the seconds that it took to form.
@@ -56,7 +44,7 @@ class Lead:
         self._shards: Mapping[str, bytes] = {}
         self._shards_due = 0.0
         # When the deadline of the run's keys is renewed, and whether this leader has done so.
-        self._expiry_due = clock()
+        self._expiry_due = own.clock()
         self._expires = False
         # The incarnation for which this node reads earlier exclusions, since when, when it tries
         # next, and the answer.
@@ -72,9 +60,9 @@ class Lead:
         if document is None or document.phase is not Phase.FORMING or began is None:
             return None
         left = began + last_call_seconds(self._rules, document) - self._clock()
-        if document.leader != self._id or left < _SHORTEST_CALL:
+        if document.leader != self._own.id or left < _SHORTEST_CALL:
             return None
-        return document.round, int(self._wall() + left)
+        return document.round, int(self._own.wall() + left)
 
     def note_written(
         self,
@@ -100,7 +88,7 @@ class Lead:
             self._gathered = replace(gathered, noticed=self._noticed)
         if document.excluded:
             self._carried = ()  # The document has them now.
-        if before is None or before.leader != self._id:
+        if before is None or before.leader != self._own.id:
             # A store that forgot lost the deadline too: renew it once nobody waits for this round.
             self._expires, self._expiry_due = False, self._clock() + self._rules.interval
         elif document.phase is Phase.RUNNING and not self._expires:

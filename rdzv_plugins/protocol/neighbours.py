@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 
 from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.documents import Accusation, Phase, RoundDocument
@@ -16,7 +16,7 @@ from rdzv_plugins.protocol.effects import Effects, KeepLinks
 from rdzv_plugins.protocol.heartbeat import Heartbeat
 from rdzv_plugins.protocol.join import Join, Orders
 from rdzv_plugins.protocol.observer import Observer
-from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.protocol.rules import Own
 
 # A node makes its links once the others have their round too, which takes longer the more nodes
 # there are. A process that dies earlier costs the others its lease.
@@ -32,23 +32,16 @@ class Neighbours:
 
     def __init__(
         self,
-        node_id: str,
-        rules: Rules,
-        clock: Callable[[], float],
+        own: Own,
         seen: Observer,
         heartbeat: Heartbeat,
         join: Join,
         contact: Contact,
         orders: Orders,
     ) -> None:
-        self._id = node_id
-        self._rules = rules
-        self._clock = clock
-        self._seen = seen
-        self._heartbeat = heartbeat
-        self._join = join
-        self._contact = contact
-        self._orders = orders
+        self._id, self._rules, self._clock = own.id, own.rules, own.clock
+        self._seen, self._heartbeat, self._join = seen, heartbeat, join
+        self._contact, self._orders = contact, orders
         # Reports of links that `take_up_evidence` has not read: a node, and whether it is gone.
         self._evidence: deque[tuple[str, bool]] = deque()
         # When the next links are due; by linked node, its listener's endpoint (None: it has none).

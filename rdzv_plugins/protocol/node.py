@@ -18,7 +18,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.kv.sealed import ForeignValueError
 from rdzv_plugins.protocol import rules, words
 from rdzv_plugins.protocol.checkpoint import OwnCheckpoint
 from rdzv_plugins.protocol.contact import Contact
@@ -29,7 +28,6 @@ from rdzv_plugins.protocol.documents import (
     CorruptDocumentError,
     Found,
     NodeRecord,
-    Outcome,
     Phase,
     RoundDocument,
     SealedRunError,
@@ -41,7 +39,6 @@ from rdzv_plugins.protocol.effects import (
     DialPeer,
     Drop,
     Effects,
-    Expire,
     FinishJoin,
     JoinOutcome,
     OpenMaster,
@@ -60,7 +57,7 @@ from rdzv_plugins.protocol.network_check import NetworkCheck
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.progress import NoSteps, Workers
 from rdzv_plugins.protocol.remarks import remarks
-from rdzv_plugins.protocol.rules import Failure
+from rdzv_plugins.protocol.rules import Failure, Own
 from rdzv_plugins.protocol.situation import nodes_waiting, waits_for_a_living_round
 from rdzv_plugins.protocol.wall_clock import shown
 from rdzv_plugins.protocol.writer import Writer
@@ -71,9 +68,6 @@ _LINKS_SECONDS = 1.0
 
 # A node that waits for rank 0's TCPStore looks at the document this often.
 _LOOK_SECONDS = 1.0
-
-# The ranks that keep the id of a closed run while they train: no world trains on without them.
-_KEEPERS = range(16)
 
 _PAUSES = (Rest, Park)
 
@@ -117,12 +111,9 @@ class Node:
         wall: Callable[[], float],
         workers: Workers | None = None,
     ) -> None:
-        self.id = node_id
-        self._rules = rules
+        self.id, self.rules, self._clock = node_id, rules, clock
+        self._own = own = Own(node_id, rules, clock, wall, chance)
         self._join_timeout = join_timeout
-        self._clock = clock
-        self._chance = chance
-        self._wall = wall
         # The answer of ``num_nodes_waiting()`` unless this node is cut off.
         self._waiting = 0
         self._share = chance.random()
@@ -130,21 +121,14 @@ class Node:
         self._seen = seen = Observer(node_id, rules, clock)
         self._contact = Contact(rules, clock)
         self.orders = Orders()
-        self._heartbeat = Heartbeat(node_id, record, rules, clock, chance, wall, seen, workers)
-        self._join = Join(
-            self.orders, join_timeout, rules, clock, seen, self._heartbeat, self._contact
-        )
-        self._checkpoint = OwnCheckpoint(workers, self._heartbeat)
-        self._lead = Lead(node_id, rules, clock, wall, seen, self._heartbeat)
-        self._writer = Writer(
-            node_id, rules, clock, chance, wall, seen, self._heartbeat, self._join, self._lead
-        )
+        self._heartbeat = heartbeat = Heartbeat(own, record, seen, workers)
+        self._join = join = Join(own, self.orders, join_timeout, seen, heartbeat, self._contact)
+        self._checkpoint = OwnCheckpoint(workers, heartbeat)
+        self._lead = Lead(own, seen, heartbeat)
+        self._writer = Writer(own, seen, heartbeat, join, self._lead)
         self._master = Master(rules.lease, clock)
-        self.neighbours = Neighbours(
-            node_id, rules, clock, seen, self._heartbeat, self._join, self._contact, self.orders
-        )
+        self.neighbours = Neighbours(own, seen, heartbeat, join, self._contact, self.orders)
         self._network = NetworkCheck(node_id, rules.lease, clock, seen.read_record)
-        self._keeps_id_at = -math.inf
         # The store refused a request of this node, so the node reads before it beats again.
         self._reads_first = False
         # The document by which `_waiting` was last computed.
@@ -188,11 +172,6 @@ class Node:
         # No node of a closed run goes on without this one.
         runs = self.record.status is Status.RUN and self._join.given is not None
         return runs and not self._join.waits and not self._seen.closed
-
-    @property
-    def outage_limit(self) -> float:
-        """As `Rules.outage_limit`."""
-        return self._rules.outage_limit
 
     @property
     def ordered(self) -> bool:
@@ -292,7 +271,7 @@ class Node:
             unfit = ""  # It is fit again, and has not written that yet.
         self._heartbeat.amend(
             beat=self.record.beat + 1,
-            at=int(self._wall()),
+            at=int(self._own.wall()),
             status=Status.DONE if self.done else Status.LEFT,
             unfit=unfit,
             failed=bool(self._failure),
@@ -351,7 +330,7 @@ class Node:
         view = self.view()
         for about, key, text, *command in remarks(view):
             if (about, key) not in self._told:
-                yield from self._tell_what_it_asked_for()
+                yield from self._join.tell_news()
                 yield from Tell(about, text, tuple(command))
                 self._told.add((about, key))
         action = decide(view)
@@ -367,11 +346,11 @@ class Node:
             self._join.start_over()  # torch's redundant nodes do so too.
         elif view.is_late and not isinstance(action, _ENDS):
             # The node has a rank: its round may be about to run.
-            self._join.deadline = seen.since.document + self._rules.lease
+            self._join.deadline = seen.since.document + self.rules.lease
         if isinstance(action, _TELLS):
-            yield from self._tell_what_it_asked_for()
+            yield from self._join.tell_news()
         if self._join.waits and isinstance(action, rules.Wait):
-            yield from self._tell_what_it_waits_for(view)
+            yield from self._join.tell_wait(view)
         if self.orders.joins and isinstance(action, _ENDS):
             return  # The answer is for a join that was given up; another is ordered.
         # If the write fails, this node does not lead, although it beats and lists.
@@ -393,9 +372,9 @@ class Node:
     def _look(self) -> Effects[None]:
         """Beat if that is due, and read what a decision needs."""
         seen = self._seen
-        if self._trains_on:
-            yield from self._keep_id()
-        if self._beats and (not seen.closed or self._trains_on):
+        if self._writer.trains_on:
+            yield from self._writer.keep_id()
+        if self._beats and (not seen.closed or self._writer.trains_on):
             if self._reads_first:
                 # Others would wait for a node that beats and may read nothing.
                 yield from seen.read_document()
@@ -405,36 +384,6 @@ class Node:
         yield from seen.observe()
         for line in seen.unbelieved.take():
             yield from Tell("unreadable", f"it counts as absent: {line}")
-
-    @property
-    def _trains_on(self) -> bool:
-        """Whether this node's round goes on in a run that was closed by request."""
-        document, works = self.document, self.record.status in (Status.RUN, Status.DONE)
-        by_hand = document is not None and document.outcome is Outcome.CLOSED
-        return by_hand and works and not self._join.waits
-
-    def _keep_id(self) -> Effects[None]:
-        """Keep the closed run's keys, so that no other job has its id while workers train."""
-        if self.record.rank in _KEEPERS and self._clock() >= self._keeps_id_at:
-            self._keeps_id_at = self._clock() + self._rules.sweep_after / 4
-            yield from self._seen.read_document()
-            if self._trains_on:
-                yield from Expire(self._rules.sweep_after)
-
-    def _tell_what_it_asked_for(self) -> Effects[None]:
-        """Log it when this node has time: a line takes as long as a request to the store."""
-        if self._join.news:
-            news, self._join.news = self._join.news, ""
-            yield from Tell("joined", news)
-
-    def _tell_what_it_waits_for(self, view: rules.View) -> Effects[None]:
-        now, join = self._clock(), self._join
-        # A remark has already said what a spare waits for, and a spare may wait for days.
-        if not join.pace.is_due(now) or waits_for_a_living_round(view):
-            return
-        found = words.of_node(view, join.deadline - now)
-        if join.pace.tells(found.lasting, now):
-            yield from Tell("waiting", str(found))
 
     @property
     def _beats(self) -> bool:
@@ -456,7 +405,7 @@ class Node:
         leader = document.leader if document and document.leader else ""
         return rules.View(
             me=self.id,
-            rules=self._rules,
+            rules=self.rules,
             record=self.record,
             joining=join.waits,
             join_left=join.deadline - now,
@@ -484,7 +433,7 @@ class Node:
             enough_for=None if seen.since.enough is None else now - seen.since.enough,
             share=self._share,
             fresh=self._writer.fresh,
-            wall=self._wall(),
+            wall=self._own.wall(),
             carried=self._lead.carried(document),
             checks=document is not None and self._network.is_of(document),
             opening_for=self._master.opening_for(document),
@@ -581,7 +530,7 @@ class Node:
                 yield from self._pause(master)
                 return
         found: Found | None = None
-        if self._rules.network_check and document.size > 1:
+        if self.rules.network_check and document.size > 1:
             found = yield from self._check_network(document, seconds)
             if found is None:
                 return
@@ -609,7 +558,7 @@ class Node:
         if found is not None or self.ordered:
             return found
         leads, awaits = document.leader == self.id, self._network.awaits
-        patience = self._rules.interval if seconds is None else seconds
+        patience = self.rules.interval if seconds is None else seconds
         if awaits is None or leads:
             # A leader hears the bell once rank 0 has confirmed.
             left = patience if awaits else min(patience, self._network.seconds_left)
@@ -671,10 +620,10 @@ class Node:
         """Wait for the bell as the leader, else for the document."""
         seen = self._seen
         until_beat = self._heartbeat.seconds_left
-        if not self._beats or (seen.closed and not self._trains_on):
-            until_beat = self._rules.interval  # No beat is due.
+        if not self._beats or (seen.closed and not self._writer.trains_on):
+            until_beat = self.rules.interval  # No beat is due.
         timeout = until_beat if seconds is None else min(until_beat, seconds)
-        if seen.misses_its_rank and self._clock() - seen.since.document < self._rules.interval:
+        if seen.misses_its_rank and self._clock() - seen.since.document < self.rules.interval:
             timeout = min(timeout, _MISSING_SHARD_PAUSE)
         if self._join.waits:
             timeout = min(timeout, self._join.seconds_left)
@@ -695,10 +644,10 @@ class Node:
         self._seen.read_again(document=True, leader=True, records=True)
         sealed = isinstance(error, SealedRunError)
         damaged = isinstance(error, CorruptDocumentError) and not sealed
-        if damaged and self._has_asked_for_a_lease:
+        if damaged and self._join.has_asked_for_a_lease:
             # Live nodes of the run would have written the document again.
             self._seen.unbelieved.is_overwritten = True
-        elif self._join.waits and not self.orders.withdraws and self._is_hopeless(error):
+        elif self._join.waits and not self.orders.withdraws and self._join.is_hopeless(error):
             self._join.waits = False
             self._heartbeat.amend(status=Status.LEFT)
             yield from FinishJoin(JoinOutcome(error=error))
@@ -707,18 +656,5 @@ class Node:
         for about, text in self._contact.news(self._is_at_work, self._join_timeout, error):
             yield from Tell(about, text)
         pause = min(0.05 * 2.0 ** min(failures, 10), _LONGEST_OUTAGE_PAUSE)
-        pause *= 0.5 + 0.5 * self._chance.random()
+        pause *= 0.5 + 0.5 * self._own.chance.random()
         yield from Rest(pause)
-
-    @property
-    def _has_asked_for_a_lease(self) -> bool:
-        """Whether live nodes of the run would have shown it since this node asked."""
-        return self._clock() >= self._join.asked_at + self._rules.lease + self._rules.interval
-
-    def _is_hopeless(self, error: Exception) -> bool:
-        if isinstance(error, SealedRunError | ForeignValueError):
-            # Nodes with another secret may live; if none does, this node begins a run in its place.
-            return self._has_asked_for_a_lease
-        if isinstance(error, CorruptDocumentError):
-            return self._clock() >= self._join.deadline
-        return isinstance(error, RendezvousStateError) or self._clock() >= self._join.deadline

@@ -55,12 +55,11 @@ class Service:
     def __init__(
         self,
         node: Node,
-        rules: Rules,
         clock: Callable[[], float],
         wall: Callable[[], float],
         max_restarts: int = 0,
     ) -> None:
-        self._node, self._rules, self._clock, self._wall = node, rules, clock, wall
+        self._node, self._rules, self._clock, self._wall = node, node.rules, clock, wall
         self._max_restarts = max_restarts
         self.last: RoundDocument | None = None
         self.newcomers: Names | None = None
@@ -93,6 +92,21 @@ class Service:
         """
         probation = self._rules.min_uptime or self._rules.probation
         return self.newcomers is not None and self.seconds < probation
+
+    @property
+    def rank_0(self) -> tuple[str, int] | None:
+        """Where rank 0 of this node's last round listens, if the run still has that node.
+
+        None also if this node is rank 0, or if the round is too large for it to know rank 0.
+        """
+        last, latest, me = self.last, self._node.latest, self._node.id
+        if last is None or last.master is None or latest is None or not latest.is_of(last):
+            return None
+        first = last.participants[0] if last.participants else me
+        if first == me or first in latest.lost or not latest.names(first):
+            return None
+        address, _, port = last.master.rpartition(":")
+        return address, int(port)
 
     def fails_again(self) -> bool:
         """Note that its workers failed; returns whether this new node costs others too much."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TypeAlias
@@ -111,6 +112,23 @@ class Rules:
     def outage(self) -> float:
         """Seconds without an answer after which the store counts as away, and not as slow."""
         return max(self.interval, self.lease / 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What the parts of one node share.
+
+    Attributes:
+        clock: monotonic seconds.
+        wall: as `View.wall`.
+        chance: the source of its random share, its pauses and of incarnations.
+    """
+
+    id: str
+    rules: Rules
+    clock: Callable[[], float]
+    wall: Callable[[], float]
+    chance: random.Random
 
 
 _OPTIONS = {it.name for it in fields(Rules) if isinstance(it.default, bool | int | float | str)}

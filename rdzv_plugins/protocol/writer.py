@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+import math
 
 from msgspec.structs import replace
 
 from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.protocol.cleanup import close_run, let_expire
-from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, Outcome, RoundDocument
+from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, Outcome, RoundDocument, Status
 from rdzv_plugins.protocol.effects import (
     CompareAndSet,
     Drop,
     Effects,
+    Expire,
     PutShards,
     Read,
     ReadTombstone,
@@ -26,7 +26,10 @@ from rdzv_plugins.protocol.lead import Lead
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.roster import apart, shards_of
 from rdzv_plugins.protocol.round_record import Durations, record_of
-from rdzv_plugins.protocol.rules import Rules
+from rdzv_plugins.protocol.rules import Own
+
+# The ranks that keep the id of a closed run while they train: no world trains on without them.
+_KEEPERS = range(16)
 
 
 class Writer:
@@ -38,26 +41,17 @@ class Writer:
     """
 
     def __init__(
-        self,
-        node_id: str,
-        rules: Rules,
-        clock: Callable[[], float],
-        chance: random.Random,
-        wall: Callable[[], float],
-        seen: Observer,
-        heartbeat: Heartbeat,
-        join: Join,
-        lead: Lead,
+        self, own: Own, seen: Observer, heartbeat: Heartbeat, join: Join, lead: Lead
     ) -> None:
-        self._id, self._rules = node_id, rules
-        self._clock, self._chance, self._wall = clock, chance, wall
+        self._own, self._id, self._rules, self._clock = own, own.id, own.rules, own.clock
         self._seen, self._heartbeat, self._join, self._lead = seen, heartbeat, join, lead
         self.fresh = ""
         self.closing = False
+        self._keeps_id_at = -math.inf
 
     def draw_incarnation(self) -> None:
         """Another one for each run that this node founds."""
-        self.fresh = f"{self._chance.getrandbits(64):016x}"
+        self.fresh = f"{self._own.chance.getrandbits(64):016x}"
 
     def write(self, document: RoundDocument) -> Effects[bool]:
         """Write the document over the last one that was read; returns whether it was written."""
@@ -79,7 +73,7 @@ class Writer:
             return False  # Decide again: nobody is lost by what was seen before an outage.
         latest = seen.latest
         if latest is None or not document.is_of(latest) or document.place > latest.place:
-            document = replace(document, since=int(self._wall()))
+            document = replace(document, since=int(self._own.wall()))
             stored = replace(stored, since=document.since)
         entry, written = yield from CompareAndSet(STATE_KEY, stored.encode(), seen.token)
         before, given = seen.document, join.given
@@ -150,3 +144,18 @@ class Writer:
         newcomer = self._seen.confirmed is None
         if newcomer and document is not None and document.closed and not document.expires:
             yield from let_expire(document, self._seen.token, self._rules.sweep_after)
+
+    @property
+    def trains_on(self) -> bool:
+        """Whether this node's round goes on in a run that was closed by request."""
+        document, status = self._seen.document, self._heartbeat.record.status
+        by_hand = document is not None and document.outcome is Outcome.CLOSED
+        return by_hand and status in (Status.RUN, Status.DONE) and not self._join.waits
+
+    def keep_id(self) -> Effects[None]:
+        """Keep the closed run's keys, so that no other job has its id while workers train."""
+        if self._heartbeat.record.rank in _KEEPERS and self._clock() >= self._keeps_id_at:
+            self._keeps_id_at = self._clock() + self._rules.sweep_after / 4
+            yield from self._seen.read_document()
+            if self.trains_on:
+                yield from Expire(self._rules.sweep_after)

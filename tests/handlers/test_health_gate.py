@@ -287,18 +287,18 @@ class TestRank0:
 
     def test_it_is_known_while_the_run_counts_on_it(self, site: Site) -> None:
         first, second = site.handler(1, 2), site.handler(1, 2)
-        assert second._rank_0() is None
+        assert second._service.rank_0 is None
         site.join(first, second)
         document = site.document
         assert document is not None
         rank_0, other = (first, second) if document.ranks[first._node.id] == 0 else (second, first)
-        assert rank_0._rank_0() is None
-        place = other._rank_0()
+        assert rank_0._service.rank_0 is None
+        place = other._service.rank_0
         assert place is not None
         assert f"{place[0]}:{place[1]}" == document.master
         site.kill(rank_0)
         site.await_that(lambda: other.num_nodes_waiting() > 0)
-        assert other._rank_0() is None
+        assert other._service.rank_0 is None
 
     def test_nodes_that_reach_it_restart_with_the_check(self, site: Site) -> None:
         pair = [site.handler(2, 2, checks="network", check_at="restart") for _ in range(2)]

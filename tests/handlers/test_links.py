@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from rdzv_plugins.peers.exchange import open_listener
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.testing.proxy import Proxy
 from tests.handlers.site import Site
@@ -52,5 +53,7 @@ def test_a_node_whose_host_lets_it_start_no_thread_has_no_links(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        listened = site.handler(1, 2, links=True)._listen("a-node", "127.0.0.1")
+        made = site.handler(1, 2, links=True)
+        rules, settings = made._node.rules, made._settings
+        listened = open_listener("a-node", "127.0.0.1", "run", rules, settings)
     assert listened is None

@@ -158,9 +158,7 @@ class Host:
             self._wall,
             self.training,
         )
-        self._service = parting.Service(
-            self.node, rules, self.clock, self._wall, world.plan.max_restarts
-        )
+        self._service = parting.Service(self.node, self.clock, self._wall, world.plan.max_restarts)
         self.gives_up = ""
         """Whose failure it gives up for: "agent" or "workers", though it is new; or "" for none."""
         self.parted: object = None
