@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +17,8 @@ from tests.integration.torchrun import Begin, Run
 
 pytestmark = pytest.mark.timeout(240)
 
+# The aim is 200, which take ten minutes.
+REQUESTS = int(os.environ.get("RDZV_TEST_REQUESTS", "3"))
 # No checkpoint but those that the run asks for.
 NEVER = {"checkpoint-every": 1_000_000}
 
@@ -51,6 +55,18 @@ def test_a_planned_leave_loses_no_step(
     after = run.await_world("abc".replace(name, ""), by_rank=True)
     record_property("steps", f"{before.last_step} before, goes on from {after.resumed}")
     assert after.resumed == before.last_step
+
+
+@pytest.mark.timeout(60 + 20 * REQUESTS)
+def test_all_ranks_save_at_one_step_at_each_request(begin: Begin, store: RunningStore) -> None:
+    run, world = begun(begin, "abc")
+    for _ in range(REQUESTS):
+        known = len(run.events)
+        rdzv(run, store, "restart")
+        before, world = world, run.await_world("abc", after=time.monotonic(), by_rank=True)
+        asked = [(it.step, it.rank) for it in run.events[known:] if it.event == "asked"]
+        assert sorted(asked) == [(before.last_step, rank) for rank in range(3)]
+        assert world.resumed == before.last_step
 
 
 def test_the_run_saves_once_if_all_nodes_leave(begin: Begin, store: RunningStore) -> None:

@@ -126,7 +126,9 @@ def _train(options: argparse.Namespace, journal: Journal, peers: Peers) -> None:
         wants_to_stop = peers.rank == 0 and (stop.exists() or time.monotonic() > ends)
         stopping = bool(peers.exchange({"stop": wants_to_stop})["stop"])
         journal.note("step", step=step, loss=value)
-        if rdzv_plugins.step(step) or step % options.checkpoint_every == 0 or stopping:
+        if asked := rdzv_plugins.step(step):
+            journal.note("asked", step=step)
+        if asked or step % options.checkpoint_every == 0 or stopping:
             if peers.rank == 0:
                 partial = checkpoint.with_suffix(f".{os.getpid()}")
                 partial.write_text(json.dumps({"step": step, "value": value}))
