@@ -33,7 +33,9 @@ class Peers:
     def __init__(self, folder: Path) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        at = folder / f"{host.replace(':', '-')}-{port}.port"
+        # In many rounds a port may come again.
+        world = now.world_id if (now := rdzv_plugins.current()) else ""
+        at = folder / f"{host.replace(':', '-')}-{port}-{world}.port"
         made = self._listen(host, at) if self.rank == 0 else [self._dial(host, at)]
         self._files = [it.makefile("rw", encoding="utf-8") for it in made]
 
