@@ -20,13 +20,12 @@ import runpy
 import shutil
 import socket
 import sys
-import tempfile
 import threading
 import types
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any
 
 USES_GPU = 75
 """The exit status of a standby whose modules have initialized CUDA."""
@@ -106,21 +105,18 @@ def _stand_back(low: bool) -> Callable[[], None]:
     return undo
 
 
-def _capture() -> list[BinaryIO]:
-    """Collect what the imports print, for the worker's own outputs."""
-    files: list[BinaryIO] = []
-    for number in (1, 2):
-        files.append(tempfile.TemporaryFile())  # noqa: SIM115
-        os.dup2(files[-1].fileno(), number)
-    return files
-
-
-def _release(captured: list[BinaryIO], outputs: list[int]) -> None:
-    for number, file in enumerate(captured, 1):
-        (sys.stdout, sys.stderr)[number - 1].flush()
+def _release(outputs: list[int]) -> None:
+    """Give the worker its outputs, and what the imports have printed."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        stream.flush()
+        printed = os.dup(number)
         os.dup2(outputs[number - 1], number)
         os.close(outputs[number - 1])
-        with suppress(OSError), file, open(number, "wb", closefd=False) as output:
+        with (
+            suppress(OSError),
+            open(printed, "rb") as file,
+            open(number, "wb", 0, closefd=False) as output,
+        ):
             file.seek(0)
             shutil.copyfileobj(file, output)
 
@@ -175,7 +171,6 @@ def _become_worker() -> Callable[[], object]:
     channel, priority, modules, *arguments = sys.argv[1:]
     agent = socket.socket(fileno=int(channel))
     agent.set_inheritable(False)
-    captured = _capture()
     order = _Order(agent, priority == "low")
     order.start()
     _preload(modules.split(","), arguments)
@@ -189,7 +184,7 @@ def _become_worker() -> Callable[[], object]:
     assert order.content is not None
     os.environ.clear()
     os.environ.update(order.content["environment"])
-    _release(captured, order.outputs)
+    _release(order.outputs)
     sys.argv = order.content["arguments"]
     sys.orig_argv[-len(arguments) - 4 :] = sys.argv
     return _program(sys.argv)

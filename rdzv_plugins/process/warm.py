@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.subprocess_handler import (
@@ -83,19 +83,22 @@ class _Standby:
         self.plan = plan
         self._agent, theirs = socket.socketpair()
         self._agent.settimeout(_ORDER_SECONDS)
-        with theirs:
-            channel = theirs.fileno()
-            own = (standby.__file__, str(channel), priority, modules)
-            try:
+        channel = theirs.fileno()
+        own = (standby.__file__, str(channel), priority, modules)
+        try:
+            with theirs, _memory() as output, _memory() as errors:
                 self.process = subprocess.Popen(
                     [*plan.command, *own, *plan.arguments],
                     env=plan.environment,
+                    # The worker's outputs are not known yet, and this agent may have none.
+                    stdout=output,
+                    stderr=errors,
                     pass_fds=[channel],
                     start_new_session=True,
                 )
-            except BaseException:
-                self._agent.close()
-                raise
+        except BaseException:
+            self._agent.close()
+            raise
 
     def become(self, arguments: Sequence[str], environment: Mapping[str, str], *files: Any) -> None:
         """Make the standby a worker; raises `OSError` if that fails."""
@@ -116,6 +119,10 @@ class _Standby:
                 os.killpg(self.process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_END_SECONDS)
+
+
+def _memory() -> BinaryIO:
+    return open(os.memfd_create("printed"), "wb")
 
 
 class Standbys:

@@ -272,10 +272,17 @@ def test_logs_prefixes_and_signals_are_torchs(
 
 
 def test_what_an_import_prints_is_in_the_workers_logs(node: Node, script: Path) -> None:
+    """Also if the agent has no outputs."""
     script.write_text("print('script')")
     script.with_name("says.py").write_text("import sys; print('a'); print('b', file=sys.stderr)")
     node.standbys = Standbys(["says", "no_such_module"])
-    node.fill(str(script))
+    for number in (1, 2):
+        os.set_inheritable(number, False)
+    try:
+        node.fill(str(script))
+    finally:
+        for number in (1, 2):
+            os.set_inheritable(number, True)
     _, printed, errors = node.end(str(script))
     assert printed == "a\nscript\n"
     no_module = "ModuleNotFoundError(\"No module named 'no_such_module'\")"
