@@ -22,8 +22,8 @@ help: ## Show this list
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: .venv/installed ## Train with three agents, kill one, continue training [ENDPOINT=redis://...]
-	@$(BIN)/python -m examples.demo $(if $(ENDPOINT),--endpoint "$(ENDPOINT)")
+demo: .venv/installed ## rdzv demo: train with three agents, kill one, train on [ENDPOINT=redis://...]
+	@$(BIN)/rdzv demo $(if $(ENDPOINT),--rdzv-endpoint "$(ENDPOINT)")
 
 test: ## Install the test dependencies and run the tests, most of them on one store
 	@$(MAKE) --no-print-directory --jobs 2 .venv/installed servers

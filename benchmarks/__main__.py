@@ -27,7 +27,7 @@ from benchmarks.page import page as page_of
 from benchmarks.quotes import write_quotes
 from benchmarks.rendezvous import LIFE, TORCH_OWN, Sample, Target
 from benchmarks.results import Figure, Results, machine
-from examples.demo.agents import TORCHRUN, TrainingError
+from tests.fleet.agents import TORCHRUN, TrainingError
 from tests.servers import ServerError
 
 ROOT = Path(__file__).parents[1]

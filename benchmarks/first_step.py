@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.rendezvous import Sample
-from examples.demo.agents import Fleet, TrainingError
 from tests import servers
+from tests.fleet.agents import Fleet, TrainingError
 
 __all__ = ["SUBJECTS", "measure"]
 

@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.rendezvous import Sample
-from examples.demo.agents import RDZV_RUN, Fleet
 from rdzv_plugins.observe.history import Archive, Row
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.stores import open_client
 from tests import servers
+from tests.fleet.agents import RDZV_RUN, Fleet
 from tests.integration.hosts import PROGRAM, Host, Network
 from tests.integration.namespaces import in_namespaces
 

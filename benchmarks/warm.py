@@ -20,9 +20,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from examples.demo.agents import RDZV_RUN, Agent, Fleet
 from rdzv_plugins.process import standby
 from tests import servers
+from tests.fleet.agents import RDZV_RUN, Agent, Fleet
 
 _LIMIT = 120.0
 _CONFIG = {"last_call_timeout": 0.2}

@@ -14,8 +14,11 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import typer
+
+from rdzv_plugins.cli.options import DEFAULT_BACKEND
 
 HERE = Path(__file__).resolve().parent
 # setup.py puts the script into each wheel; a checkout has it elsewhere.
@@ -27,16 +30,28 @@ _PATIENCE = 180.0
 _SHOWN = re.compile(r"round \d+(?: forms: .*|: [^(]*)|step \d+ in a world of (\d+), .*")
 
 
-def demo() -> None:
+def demo(
+    endpoint: Annotated[
+        str,
+        typer.Option(
+            "--rdzv-endpoint", "-e", help="your own store; default: the agents run one themselves"
+        ),
+    ] = "",
+    backend: Annotated[
+        str, typer.Option("--rdzv-backend", "-b", help="of that endpoint, as for torchrun")
+    ] = DEFAULT_BACKEND,
+) -> None:
     """Train with three agents on this host, kill one, and see the training continue."""
     from rdzv_plugins.entry_points import refuse_without_torch
+    from rdzv_plugins.settings.endpoint import redact
 
     refuse_without_torch("rdzv demo")
     script = next(it for it in _SCRIPTS if it.exists())
     with tempfile.TemporaryDirectory(prefix="rdzv-demo-") as folder:
-        fleet = _Fleet(script, Path(folder))
+        fleet = _Fleet(script, Path(folder), backend, endpoint)
         try:
-            fleet.tell(f"three agents start and train with {script}; there is no server")
+            server = f"the store is {redact(endpoint)}" if endpoint else "there is no server"
+            fleet.tell(f"three agents start and train with {script}; {server}")
             for host in _HOSTS:
                 fleet.start(host)
             fleet.await_world(3)
@@ -57,21 +72,26 @@ def demo() -> None:
 class _Fleet:
     """The agents, and the lines that they print."""
 
-    def __init__(self, script: Path, folder: Path) -> None:
+    def __init__(self, script: Path, folder: Path, backend: str, endpoint: str) -> None:
+        own = bool(endpoint)
+        if not own:
+            backend, endpoint = "quorum", ",".join(_HOSTS)
         self._began = time.monotonic()
         self._lines: queue.Queue[tuple[str, str]] = queue.Queue()
         self._agents: dict[str, subprocess.Popen[str]] = {}
         self._folder = folder
         self._command = [
             sys.executable, "-W", "ignore", "-m", "rdzv_plugins.cli", "run",
-            "--rdzv-backend=quorum", f"--rdzv-endpoint={','.join(_HOSTS)}",
+            f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}",
             f"--rdzv-id=demo-{secrets.token_hex(4)}", "--rdzv-conf=last_call_timeout=1",
             "--nnodes=2:3", "--nproc-per-node=1", str(script), "checkpoint.pt",
         ]  # fmt: skip
-        ours = ("PET_", "RDZV_", "TORCHELASTIC_")
+        # The user's own store may need the options that RDZV_PLUGINS_... set.
+        ours = ("PET_", "TORCHELASTIC_", *(() if own else ("RDZV_",)))
         self._environ = {it: value for it, value in os.environ.items() if not it.startswith(ours)}
-        # Other accounts of this host reach the ports.
-        self._environ["RDZV_PLUGINS_SECRET"] = secrets.token_hex(16)
+        if not own:
+            # Other accounts of this host reach the ports.
+            self._environ["RDZV_PLUGINS_SECRET"] = secrets.token_hex(16)
 
     def tell(self, text: str) -> None:
         typer.echo(f"{time.monotonic() - self._began:5.1f} s  {text}")

@@ -25,13 +25,13 @@ from typing import Any
 import msgspec
 import trustme
 
-from examples.demo.agents import RDZV_RUN, Fleet
 from rdzv_plugins.kv import KeyValueClient
 from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.stores import open_client
 from tests import servers
 from tests.faults.checks import End, Note
 from tests.faults.wire import send_plain_frames
+from tests.fleet.agents import RDZV_RUN, Fleet
 from tests.integration.hosts import PROGRAM, Host, Network
 from tests.servers import LocalServer, Security
 

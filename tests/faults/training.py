@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import rdzv_plugins
-from examples.demo.train import Journal
 from rdzv_plugins.process.worker import CurrentRound, FencedError
+from tests.fleet.train import Journal
 
 __all__ = ["CHECKPOINT_EVERY", "START", "after"]
 

@@ -22,13 +22,13 @@ from typing import Any
 
 import pytest
 
-from examples.demo.agents import World
 from rdzv_plugins.protocol.documents import STATE_KEY, Phase, RoundDocument
 from rdzv_plugins.settings.endpoint import parse_endpoint
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.proxy import Proxy
 from tests import servers
+from tests.fleet.agents import World
 from tests.integration.forked import ForkedFleet
 from tests.integration.hosts import PROGRAM, Host, Network
 from tests.integration.stores import KINDS, running
@@ -76,7 +76,7 @@ class Job(ForkedFleet):
             },
             environ=environ or {},
             max_restarts=3,
-            script=("--module", "examples.demo.train") if trains else [str(_WORKER)],
+            script=("--module", "tests.fleet.train") if trains else [str(_WORKER)],
         )
 
     def start_on(self, hosts: Sequence[Host], **config: object) -> None:

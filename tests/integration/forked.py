@@ -24,7 +24,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from examples.demo.agents import RDZV_RUN, TORCHRUN, Fleet, Process
+from tests.fleet.agents import RDZV_RUN, TORCHRUN, Fleet, Process
 
 __all__ = ["Forked", "ForkedFleet", "is_forkable", "run", "run_here", "unshare"]
 

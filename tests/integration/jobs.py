@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from examples.demo.agents import TrainingError, World
 from rdzv_plugins.observe.inspection import Inspection, settle
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Status
+from tests.fleet.agents import TrainingError, World
 from tests.integration.stores import RunningStore
 from tests.integration.torchrun import PATIENCE, Run
 

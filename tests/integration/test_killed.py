@@ -17,9 +17,9 @@ from subprocess import PIPE
 
 import pytest
 
-from examples.demo.agents import RDZV_RUN
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase
 from tests import Measure
+from tests.fleet.agents import RDZV_RUN
 from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, Kind, RunningStore, every_store, started
 from tests.servers.process import ServerProcess

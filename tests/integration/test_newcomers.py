@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo.agents import RDZV_RUN, TORCHRUN
 from rdzv_plugins.protocol.documents import Phase
+from tests.fleet.agents import RDZV_RUN, TORCHRUN
 from tests.integration.namespaces import in_namespaces
 from tests.integration.small_tmp import NO_ROOM
 from tests.integration.stores import KINDS, RunningStore, running

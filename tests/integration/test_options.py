@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from examples.demo.agents import RDZV_RUN, TORCHRUN
 from tests import Measure
+from tests.fleet.agents import RDZV_RUN, TORCHRUN
 from tests.integration import forked
 from tests.integration.stores import RunningStore
 

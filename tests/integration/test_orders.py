@@ -152,7 +152,7 @@ def test_the_next_run_of_the_id_keeps_the_host_out_until_the_time_is_over(
     run.await_world("ab", after=first.last_step_at, by_rank=True)
 
 
-# Steps of the demo's training are some 50 ms apart.
+# Steps of the tests' training are some 50 ms apart.
 _SAME_TRAINING = 0.5
 _FLAPS_EVERY, _WATCHED = 10.0, 90.0
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo.agents import Agent
 from rdzv_plugins.process.worker import CurrentRound
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase
 from tests import Measure, replace
+from tests.fleet.agents import Agent
 from tests.integration.stores import RunningStore
 from tests.integration.torchrun import Begin, Pause, Run, runs
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rdzv_plugins.observe.history import list_runs
 from tests import Measure
 from tests.integration.namespaces import in_namespaces
 from tests.integration.readme import (
@@ -24,6 +25,7 @@ from tests.integration.readme import (
     block,
     blocks,
 )
+from tests.integration.stores import RunningStore
 from tests.integration.wheels import pip
 
 ROOT = README.parent
@@ -128,14 +130,19 @@ def test_pip_installs_it_with_the_extra(
 
 @pytest.mark.full  # As the example.
 @pytest.mark.timeout(300)
-def test_the_demo() -> None:
-    line = block("make demo").splitlines()[0].partition("#")[0]
+def test_the_demo_on_ones_own_server(store: RunningStore) -> None:
+    line, _, says = block("make demo").splitlines()[0].partition("#")
+    assert store.endpoint.startswith("redis://")
+    assert "ENDPOINT=redis://" in says
     # The environment stands; where the system's Python is not ours, make would create another.
+    command = f"{line} ENDPOINT={store.endpoint}"
     shown = subprocess.run(
-        ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=280
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=280
     )
     assert shown.returncode == 0, shown.stderr
-    assert "round" in shown.stdout
+    assert f"the store is {store.endpoint}" in shown.stdout
+    assert "three nodes train again" in shown.stdout
+    assert any(run_id.startswith("demo-") for run_id in list_runs(store.open))
 
 
 @pytest.mark.full

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo.agents import RDZV_RUN, TORCHRUN
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -25,6 +24,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.testing.harness import until
 from tests import Measure
+from tests.fleet.agents import RDZV_RUN, TORCHRUN
 from tests.integration import forked
 from tests.integration.forked import Forked, is_forkable
 from tests.integration.namespaces import as_pid_1

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from examples.demo.agents import RDZV_RUN, World
 from tests import Measure
+from tests.fleet.agents import RDZV_RUN, World
 from tests.integration.stores import RunningStore
 from tests.integration.test_orders import rdzv
 from tests.integration.torchrun import Begin, Run

@@ -17,9 +17,9 @@ import psycopg
 import pytest
 import redis
 
-from examples.demo.agents import TORCHRUN
 from rdzv_plugins.testing.threads import Background
 from tests import Measure, replace
+from tests.fleet.agents import TORCHRUN
 from tests.integration import forked
 from tests.integration.administrators import ADMINISTRATORS, administered
 from tests.integration.agents import Run as Players

@@ -17,11 +17,11 @@ import pytest
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.run import get_args_parser
 
-from examples.demo.agents import RDZV_RUN, TORCHRUN
 from rdzv_plugins.protocol.documents import STATE_KEY, Outcome, RoundDocument, Status
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 from tests import Measure
+from tests.fleet.agents import RDZV_RUN, TORCHRUN
 from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, running
 from tests.integration.test_run import Launch, of_a_run, said

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from examples.demo.agents import TORCHRUN, Agent, World
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.protocol.documents import (
@@ -20,12 +19,13 @@ from rdzv_plugins.protocol.documents import (
     Phase,
     RoundDocument,
 )
+from tests.fleet.agents import TORCHRUN, Agent, World
 from tests.integration.forked import ForkedFleet
 from tests.integration.stores import RunningStore
 
 TRAINS = (str(Path(__file__).with_name("train.py")),)
 """What the workers run: a training without torch."""
-TRAINS_WITH_TORCH = ("--module", "examples.demo.train")
+TRAINS_WITH_TORCH = ("--module", "tests.fleet.train")
 
 INTERVAL = 1.0
 ATTEMPTS = 3

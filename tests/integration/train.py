@@ -1,7 +1,7 @@
 """A training without torch, whose import takes 3 s of a processor in each worker of each round.
 
-It has the options, the journal, the checkpoint and the ends of `examples.demo.train`, which the
-tests of `test_torchrun` and the demonstration run. In place of gloo's all-reduce, rank 0 hears of
+It has the options, the journal, the checkpoint and the ends of `tests.fleet.train`, which
+the tests of `test_torchrun` run. In place of gloo's all-reduce, rank 0 hears of
 each rank before each step, and answers all. As with gloo, who loses a peer ends with 1, and a peer
 that stands still holds all up.
 """
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import rdzv_plugins
-from examples.demo.train import Journal
+from tests.fleet.train import Journal
 
-# As `examples.demo.train`: far longer than any test waits.
+# As `tests.fleet.train`: far longer than any test waits.
 _SECONDS = 60
 # Shorter than the lease of the tests' runs.
 _OLD_SECONDS = 2.5

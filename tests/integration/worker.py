@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import rdzv_plugins
-from examples.demo.train import Journal
 from rdzv_plugins.process.worker import FencedError
+from tests.fleet.train import Journal
 
 
 def main() -> None:

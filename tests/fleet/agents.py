@@ -33,7 +33,7 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A line of a worker's journal, as `examples.demo.train` writes it.
+    """A line of a worker's journal, as `tests.fleet.train` writes it.
 
     Attributes:
         event: ``begin``, ``resume``, ``step`` or ``end``.
@@ -164,7 +164,7 @@ class Fleet:
         run_id: as ``--rdzv-id``; torchrun's default is not passed.
         nodes: as ``--nnodes``, such as "2:3".
         max_restarts: as ``--max-restarts``; None: not given.
-        script: what the workers run; it writes a journal as `examples.demo.train` does.
+        script: what the workers run; it writes a journal as `tests.fleet.train` does.
         training: the script's options.
         launcher: Python's arguments that run torchrun, such as `RDZV_RUN`.
     """
@@ -180,7 +180,7 @@ class Fleet:
         config: Mapping[str, object],
         environ: Mapping[str, str],
         max_restarts: int | None = 3,
-        script: Sequence[str] = ("--module", "examples.demo.train"),
+        script: Sequence[str] = ("--module", "tests.fleet.train"),
         training: Mapping[str, object] | None = None,
         launcher: Sequence[str] = TORCHRUN,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Trains a small model on the CPU under torchrun, for the demonstration and the tests.
+"""Trains a small model on the CPU under torchrun, for the tests and the benchmarks.
 
 Data-parallel by hand: each worker computes the gradients of its own batches, an all-reduce over
 gloo averages them, all take the same step. Rank 0 writes a checkpoint from time to time; a new
