@@ -5,6 +5,8 @@ import time
 import torch
 import torch.distributed as dist
 
+import rdzv_plugins
+
 STEPS = 20_000
 # The run's id names the checkpoint, unless an argument does.
 checkpoint = sys.argv[1] if sys.argv[1:] else f"{os.environ['TORCHELASTIC_RUN_ID']}.pt"
@@ -22,10 +24,14 @@ for step in range(saved["step"] + 1, STEPS + 1):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if dist.get_rank() == 0 and (step % 20 == 0 or step == saved["step"] + 1):
-        torch.save({"step": step, "model": model.state_dict()}, f"{checkpoint}.part")
-        os.replace(f"{checkpoint}.part", checkpoint)
-        print(f"step {step} in a world of {dist.get_world_size()}, loss {loss:.4f}", flush=True)
+    # True on all ranks at the same step: a node is about to leave, and no step shall be lost.
+    asked = rdzv_plugins.step(step)
+    if asked or step % 20 == 0 or step == saved["step"] + 1:
+        if dist.get_rank() == 0:
+            torch.save({"step": step, "model": model.state_dict()}, f"{checkpoint}.part")
+            os.replace(f"{checkpoint}.part", checkpoint)
+            print(f"step {step} in a world of {dist.get_world_size()}, loss {loss:.4f}", flush=True)
+        rdzv_plugins.saved(step)
     time.sleep(0.05)  # stands for more work
 if dist.get_rank() == 0:
     print(f"trained to step {STEPS}; to train anew, delete {checkpoint}", flush=True)

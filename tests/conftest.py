@@ -26,7 +26,7 @@ _JOBS = {
     "scenarios": ("test_torchrun", "test_edges", "test_two_worlds"),
     "run": (
         "test_run", "test_policies", "test_newcomers", "test_unfit_nodes", "test_workers_ends",
-        "test_exhausted", "test_steps", "test_places", "test_options",
+        "test_exhausted", "test_steps", "test_places", "test_options", "test_trainings",
     ),
     "pages": ("test_readme", "test_start"),
     "hosts": ("test_addresses", "test_network_check", "test_slow_resolver"),

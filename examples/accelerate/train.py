@@ -4,6 +4,8 @@ import time
 import torch
 from accelerate import Accelerator
 
+import rdzv_plugins
+
 accelerator = Accelerator(cpu=True)  # with GPUs: Accelerator()
 model = torch.nn.Linear(8, 1)
 saved = torch.load("checkpoint.pt") if os.path.exists("checkpoint.pt") else {"step": 0}
@@ -16,10 +18,14 @@ for step in range(saved["step"] + 1, 601):
     optimizer.zero_grad()
     accelerator.backward(loss)
     optimizer.step()
-    if accelerator.is_main_process and step % 20 == 0:
-        model = accelerator.unwrap_model(parallel)
-        torch.save({"step": step, "model": model.state_dict()}, "checkpoint.part")
-        os.replace("checkpoint.part", "checkpoint.pt")
-        print(f"step {step} in a world of {accelerator.num_processes}, loss {loss:.4f}", flush=True)
+    # True on all ranks at the same step: a node is about to leave, and no step shall be lost.
+    asked = rdzv_plugins.step(step)
+    if asked or step % 20 == 0:
+        if accelerator.is_main_process:
+            model, size = accelerator.unwrap_model(parallel), accelerator.num_processes
+            torch.save({"step": step, "model": model.state_dict()}, "checkpoint.part")
+            os.replace("checkpoint.part", "checkpoint.pt")
+            print(f"step {step} in a world of {size}, loss {loss:.4f}", flush=True)
+        rdzv_plugins.saved(step)
     time.sleep(0.05)  # stands for more work
 accelerator.end_training()

@@ -3,7 +3,24 @@ import time
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+
+import rdzv_plugins
+
+CHECKPOINT = "checkpoint.ckpt"  # on all nodes the same file
+
+
+class Checkpoint(lightning.Callback):
+    """Save every 20 steps; and on all ranks at the same step, before a node leaves."""
+
+    def on_train_batch_end(self, trainer, model, outputs, batch, index):
+        step = trainer.global_step
+        asked = rdzv_plugins.step(step)
+        if asked or step % 20 == 0:
+            trainer.save_checkpoint(CHECKPOINT)
+            if trainer.is_global_zero:
+                size, loss = trainer.world_size, outputs["loss"]
+                print(f"step {step} in a world of {size}, loss {loss:.4f}", flush=True)
+            rdzv_plugins.saved(step)
 
 
 class Batches(torch.utils.data.IterableDataset):
@@ -23,11 +40,6 @@ class Model(lightning.LightningModule):
         time.sleep(0.05)  # stands for more work
         return torch.nn.functional.mse_loss(self.layer(inputs), targets)
 
-    def on_train_batch_end(self, outputs, batch, index):
-        step, size = self.trainer.global_step, self.trainer.world_size
-        if self.trainer.is_global_zero and step % 20 == 0:
-            print(f"step {step} in a world of {size}, loss {outputs['loss']:.4f}", flush=True)
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.001)
 
@@ -39,9 +51,13 @@ trainer = lightning.Trainer(
     num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
     devices=int(os.environ["LOCAL_WORLD_SIZE"]),
     max_steps=600,
-    callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=20, save_last=True)],
+    callbacks=[Checkpoint()],
+    enable_checkpointing=False,
     logger=False,
     enable_progress_bar=False,
 )
-# "last": from the newest checkpoint, if there is one.
-trainer.fit(Model(), torch.utils.data.DataLoader(Batches(), batch_size=None), ckpt_path="last")
+trainer.fit(
+    Model(),
+    torch.utils.data.DataLoader(Batches(), batch_size=None),
+    ckpt_path=CHECKPOINT if os.path.exists(CHECKPOINT) else None,
+)
