@@ -23,13 +23,13 @@ hypothesis.settings.load_profile("untimed")
 # Their agents fill all cores: the files of a row run one after the other, so that no more than five
 # jobs start at a time.
 _JOBS = {
-    "scenarios": ("test_torchrun", "test_edges", "test_two_worlds"),
+    "scenarios": ("test_torchrun", "test_edges"),
     "run": (
-        "test_run", "test_policies", "test_newcomers", "test_unfit_nodes", "test_workers_ends",
-        "test_exhausted", "test_steps", "test_places", "test_options", "test_trainings",
+        "test_run", "test_newcomers", "test_unfit_nodes", "test_workers_ends", "test_exhausted",
+        "test_steps", "test_places", "test_options", "test_trainings",
     ),
-    "pages": ("test_readme", "test_start"),
-    "hosts": ("test_addresses", "test_network_check", "test_slow_resolver"),
+    "pages": ("test_readme", "test_start", "test_policies"),
+    "hosts": ("test_addresses", "test_network_check", "test_slow_resolver", "test_two_worlds"),
     "ensembles": ("test_quorum", "test_ensembles", "test_rotation"),
 }  # fmt: skip
 _ROW = {file: row for row, files in _JOBS.items() for file in files}

@@ -203,7 +203,7 @@ def run(full: Full, run_id: str) -> Iterator[Run]:
 
 
 @pytest.mark.parametrize("full", TAKE_NONE, indirect=True)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_training_goes_on_and_nobody_is_lost(
     full: Full, run: Run, run_id: str, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:

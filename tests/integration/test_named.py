@@ -84,7 +84,7 @@ def test_the_id_of_a_closed_run_is_taken_while_nodes_train_in_it(store: str, by:
         assert json.loads(seen["over"])["condition"] == "closed"
 
 
-@pytest.mark.parametrize("by", ["names", "addresses"])
+@pytest.mark.parametrize("by", ["names", pytest.param("addresses", marks=pytest.mark.full)])
 def test_of_a_quorum_commands_tell_what_its_hosts_know(by: str, record_property: Measure) -> None:
     seen = play("of_a_quorum", "quorum", by)
     assert seen["before"] == [0, "there is no run under this prefix\n"]

@@ -43,7 +43,8 @@ from tests.integration.stores import RunningStore
 
 pytestmark = pytest.mark.usefixtures("cheap_method_names")
 
-KINDS = ["stock, c10d", "stock, memory", "stock, redis", "mended, memory", "mended, redis"]
+KINDS = ["stock, c10d", "stock, redis", "mended, redis"]
+OTHERS = ["stock, memory", "mended, memory"]
 ADDRESS = "127.0.0.1"
 STORE_TIMEOUT = timedelta(seconds=30)
 
@@ -135,7 +136,7 @@ def server() -> Iterator[servers.LocalServer]:
         yield started
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, *(pytest.param(it, marks=pytest.mark.full) for it in OTHERS)])
 def run(
     server: servers.LocalServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Run]:
