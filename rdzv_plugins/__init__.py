@@ -77,9 +77,10 @@ def end_with_agent() -> bool:
 def step(number: int) -> bool:
     """Say that this worker has finished a step; returns whether every rank must save now.
 
-    Every rank calls it after each step, with the same numbers. It costs a few microseconds, and no
-    request. The run wants a checkpoint before a planned change: a node was told to leave, or
-    newcomers wait with ``grow=checkpoint``. The answer for a step is the same on all ranks::
+    Every rank calls it after each step, with the same numbers, from 0 on. It costs a few
+    microseconds, and no request. The run wants a checkpoint before a planned change: a node was
+    told to leave, or newcomers wait with ``grow=checkpoint``. The answer for a step is the same on
+    all ranks::
 
         for number in range(start, STEPS):
             train_one_step()

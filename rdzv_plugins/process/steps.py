@@ -35,7 +35,7 @@ _LATEST, _RANKS = 0, 1
 _FIRST_PROPOSAL, _PROPOSALS = 2, 16
 _FIRST_SLOT = _FIRST_PROPOSAL + 2 * _PROPOSALS
 _STEP, _ENDED, _SAVED, _PID, _SLOT = 0, 1, 2, 3, 4
-_MOST_RANKS = 1024
+_MOST_RANKS, _MOST_STEPS = 1024, 2**52
 _BYTES = 8 * (_FIRST_SLOT + _SLOT * _MOST_RANKS)
 
 # Within this time a write is visible to every processor of the host.
@@ -108,22 +108,23 @@ class Steps:
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def progress(self) -> Progress | None:
-        """Where the local ranks are; None: a rank has not called ``step()`` in this round."""
+        """As `Workers.progress`."""
         words = self._words
         if words is None or not words[_RANKS]:
             return None
         slots = _slots(words)
         steps = [words[slot + _STEP] for slot in slots]
-        slowest = min(steps)
-        if slowest == 0:
+        slowest, fastest = min(steps), max(steps)
+        # Other nodes could not read a record with such a number.
+        if slowest <= 0 or fastest > _MOST_STEPS:
             return None
         rank = min(range(len(slots)), key=lambda it: (steps[it], words[slots[it] + _ENDED]))
         return Progress(
             step=slowest - 1,
-            fastest=max(steps) - 1,
+            fastest=fastest - 1,
             rank=rank,
             milliseconds=self._pace.of(slowest, words[slots[rank] + _ENDED]),
-            saved=min(words[slot + _SAVED] for slot in slots),
+            saved=min(fastest, *(words[slot + _SAVED] for slot in slots)),
         )
 
     def has_saved(self) -> bool:
@@ -170,10 +171,12 @@ class _Pace:
     def of(self, steps: int, ended: int) -> int:
         """Milliseconds that the last steps took on average; ``ended``: in nanoseconds."""
         before = self._before
-        if before is None or steps > before[0]:
+        if before is None or steps != before[0]:
             self._before = steps, ended
-            if before is not None:
-                self._milliseconds = (ended - before[1]) // (steps - before[0]) // 1_000_000
+            if before is not None and steps > before[0]:
+                # Another rank may be the slowest now, and may have finished its step earlier.
+                took = max(0, ended - before[1])
+                self._milliseconds = took // (steps - before[0]) // 1_000_000
         return self._milliseconds
 
 

@@ -93,13 +93,26 @@ class TestProgress:
     def test_the_pace_is_the_time_of_the_last_steps(
         self, agent: Steps, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        found = []
         (slot,) = slots(agent, 1)
-        for step, seconds in ((0, 1), (1, 2), (5, 4)):
+        for step, seconds in ((0, 1), (1, 2), (5, 4), (2, 5), (3, 8), (4, 7)):
             monkeypatch.setattr(time, "monotonic_ns", lambda now=seconds: now * 10**9)
             slot.step(step)
-            found = agent.progress()
-        assert found is not None
-        assert found.milliseconds == 500
+            found.append(progress.milliseconds if (progress := agent.progress()) else -1)
+        assert found == [0, 1000, 500, 500, 3000, 0], "steps jump back; a rank with an older time"
+
+    @pytest.mark.parametrize("number", [-2, 2**52, 2**63 - 2])
+    def test_a_record_can_take_each_number(self, agent: Steps, number: int) -> None:
+        """A node whose record the others cannot read counts as absent."""
+        first, second = slots(agent)
+        first.step(5)
+        second.step(number)
+        assert agent.progress() is None
+        second.step(7)
+        first.saved(number)
+        second.saved(number)
+        assert (found := agent.progress()) is not None
+        assert found.saved <= 8
 
 
 class TestProposals:
