@@ -37,6 +37,11 @@ _DEADLINES = (
     "test_emptied_namespace_outlives_the_old_deadline",
     "test_what_is_written_after_expire_ends_too",
 )
+# Agents go through them once, on redis.
+_SCENARIOS = (
+    "test_secret_that_is_away_costs_attempts",
+    "test_nobody_waits_for_who_may_write_and_not_read",
+)
 _SHOWN_ELSEWHERE = ("test_redis_rights", "test_foreign_backend")
 _RESTARTS = (
     "test_server_restart_with_its_data",
@@ -61,8 +66,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             and (item.obj.__module__ in _MANY_REQUESTS or item.originalname in _RESTARTS)
         ):
             item.add_marker(pytest.mark.full)
-        if item.originalname in _DEADLINES and (
-            "etcd-v3" in stores or item.path.stem in _SHOWN_ELSEWHERE
+        if (item.originalname in (*_DEADLINES, *_SCENARIOS) and "etcd-v3" in stores) or (
+            item.originalname in _DEADLINES and item.path.stem in _SHOWN_ELSEWHERE
         ):
             item.add_marker(pytest.mark.full)
 

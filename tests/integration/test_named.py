@@ -16,7 +16,12 @@ from tests.integration.stores import absent
 pytestmark = pytest.mark.timeout(240)
 
 every_way = pytest.mark.parametrize(
-    ("store", "by"), [("quorum", "names"), ("redis", "names"), ("quorum", "addresses")]
+    ("store", "by"),
+    [
+        pytest.param("quorum", "names", marks=pytest.mark.full),
+        ("redis", "names"),
+        ("quorum", "addresses"),
+    ],
 )
 
 
@@ -62,7 +67,9 @@ def test_a_host_goes_by_its_name_and_by_its_address(store: str, by: str) -> None
     assert seen["statuses"] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("store", "by"), [("quorum", "names"), ("redis", "names")])
+@pytest.mark.parametrize(
+    ("store", "by"), [pytest.param("quorum", "names", marks=pytest.mark.full), ("redis", "names")]
+)
 def test_the_id_of_a_closed_run_is_taken_while_nodes_train_in_it(store: str, by: str) -> None:
     seen = play("closed", store, by)
     who = ", ".join(seen["labels"])
