@@ -65,8 +65,9 @@ class RunLog:
     def warning(self, text: str) -> None:
         self._log(logging.WARNING, text)
 
-    def error(self, text: str) -> None:
-        self._log(logging.ERROR, text)
+    def error(self, text: str, lines: str = "") -> None:
+        """``lines``: more lines, which are shown as they are."""
+        self._log(logging.ERROR, text, lines)
 
     def tell(self, request: Tell) -> None:
         """Carry out the effect."""
@@ -75,7 +76,7 @@ class RunLog:
             text = text.replace(f"rdzv {request.command[0]}", self._command(*request.command), 1)
         self._log(logging.WARNING if request.warns else logging.INFO, text)
 
-    def _log(self, level: int, text: str) -> None:
+    def _log(self, level: int, text: str, lines: str = "") -> None:
         if not self._logger.isEnabledFor(level):
             return
         latest = self._node.latest
@@ -89,5 +90,6 @@ class RunLog:
         line, run = plain(text), f"run '{self._run_id}'"
         if not line.startswith(run):
             line = f"{run}: {line}"
+        line = "\n  ".join((line, *map(plain, lines.splitlines())))
         # Name the source line of the caller's caller.
         self._logger.log(level, "%s", line, extra=fields, stacklevel=3)

@@ -104,8 +104,8 @@ TABLE = (
         text="rounds in which this node's agent got a rank"),
     Metric("rdzv_restarts_total", MetricKind.COUNTER, By.BOTH, labels=("cause",),
         text="rounds after the first of the node, or of the run, by what became of which nodes: "
-        "lost, left, failed (their workers), joined, evicted, held, drained, excluded, or "
-        "other; one round counts once for each of its causes"),
+        "lost, left, failed (their workers), joined, evicted, held, stuck (did no "
+        "step), drained, excluded, or other; one round counts once for each of its causes"),
     Metric("rdzv_forming_seconds", MetricKind.HISTOGRAM, labels=("phase",),
         buckets=_FORMING_BUCKETS,
         text="seconds that a round took to form: gathering, from this node's request until it saw "

@@ -251,9 +251,9 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     @property
     def patience_after_a_loss(self) -> float | None:
-        """Seconds that workers have to end after the loss of a node; None: there was no loss."""
+        """Seconds that workers have to end after a loss or a hang; None: there was neither."""
         last, latest = self._service.last, self._node.latest
-        if last is None or latest is None or not lost_one(last, latest):
+        if last is None or latest is None or not (lost_one(last, latest) or self._hung):
             return None
         return self._settings.loss_shutdown_timeout
 
@@ -407,8 +407,31 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._reach.go_on()
         made_up = self._store is not None and self._store.made_up
         waiting = self._node.waiting or int(made_up)
+        if waiting and not self._saw_change:
+            self._tell_of_a_hang()
         self._saw_change = self._saw_change or waiting > 0
         return waiting
+
+    @property
+    def _hung(self) -> bool:
+        """Whether the round ended because of a hang."""
+        last, latest = self._service.last, self._node.latest
+        return (
+            last is not None
+            and latest is not None
+            and latest.is_of(last)
+            and latest.round > last.round
+            and bool(latest.cause.stuck)
+        )
+
+    def _tell_of_a_hang(self) -> None:
+        """Log the stacks of this node's worker if the round ended because of it."""
+        latest = self._node.latest
+        if latest is None or not self._hung or self._node.record.label not in latest.cause.stuck:
+            return
+        rank, stacks = self._steps.slowest()
+        found = stacks or "none, because the worker does not answer"
+        self._log.error(f"rank {rank} of this node stood still; the stacks of its threads:", found)
 
     @property
     def leave_notice(self) -> float:

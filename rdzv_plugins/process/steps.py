@@ -8,8 +8,8 @@ The memory is an array of 64-bit words, each with one writer:
 
 - ``LATEST``: how many steps the agent has proposed in this round; ``RANKS``: the local world size.
 - ``_PROPOSALS`` places for proposals, used in turn: the step and its `_Verdict`.
-- One slot for each local rank: the last step plus 1, when it ended, the last step saved plus 1, and
-  the process that tells them.
+- One slot for each local rank: the last step plus 1, when it ended, the last step saved plus 1, its
+  global rank, its process id, and the descriptor of the memory of its stacks (`process.stacks`).
 
 No lock guards the words. The agent proposes a step, waits until every processor sees it, and only
 then looks whether a worker has passed it.
@@ -25,8 +25,9 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import BinaryIO
 
+from rdzv_plugins.process import stacks
 from rdzv_plugins.process.worker import current
-from rdzv_plugins.protocol.progress import Progress
+from rdzv_plugins.protocol.progress import Doing, Progress
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 _LATEST, _RANKS = 0, 1
 _FIRST_PROPOSAL, _PROPOSALS = 2, 16
 _FIRST_SLOT = _FIRST_PROPOSAL + 2 * _PROPOSALS
-_STEP, _ENDED, _SAVED, _PID, _SLOT = 0, 1, 2, 3, 4
+_STEP, _ENDED, _SAVED, _PID, _RANK, _STACKS, _SLOT = 0, 1, 2, 3, 4, 5, 6
 _MOST_RANKS, _MOST_STEPS = 1024, 2**52
 _BYTES = 8 * (_FIRST_SLOT + _SLOT * _MOST_RANKS)
 
@@ -44,6 +45,8 @@ _VISIBLE_SECONDS = 0.01
 # ranks; and its pause between two looks.
 _PATIENCE, _SAVED_PATIENCE = 300.0, 30.0
 _PAUSE = 0.001
+# Whether a worker has ended is of interest only after this long without a step.
+_SHORT_NANOSECONDS = 10**9
 
 
 class _Verdict(IntEnum):
@@ -80,6 +83,10 @@ class Steps:
         self._words: memoryview | None = None
         self._pace = _Pace()
         self._saved: list[int] = []
+        # Whether workers may wait for the run, and when they last could go on, in nanoseconds.
+        self._holds, self._released = False, 0
+        # By slot, what a worker did after so many steps, and its stacks.
+        self._probed: dict[int, tuple[int, Doing, str]] = {}
 
     def end(self) -> None:
         """Forget the round, because its workers have ended."""
@@ -90,7 +97,7 @@ class Steps:
     def begin(self, world_id: str) -> str | None:
         """The file of this round for its workers; None: there can be none."""
         self.end()
-        self._pace, self._saved = _Pace(), []
+        self._pace, self._saved, self._probed, self._holds = _Pace(), [], {}, False
         try:
             self._memory = open(os.memfd_create(world_id), "r+b")  # noqa: SIM115
             descriptor = self._memory.fileno()
@@ -118,14 +125,45 @@ class Steps:
         # Other nodes could not read a record with such a number.
         if slowest <= 0 or fastest > _MOST_STEPS:
             return None
-        rank = min(range(len(slots)), key=lambda it: (steps[it], words[slots[it] + _ENDED]))
+        slow = min(slots, key=lambda it: (words[it], self._doing(it), words[it + _ENDED]))
+        stood = time.monotonic_ns() - max(words[slow + _ENDED], self._released)
+        long = stood > _SHORT_NANOSECONDS
+        if self._holds or (long and not stacks.lives(*_offer(words, slow))):
+            stood = 0
         return Progress(
             step=slowest - 1,
             fastest=fastest - 1,
-            rank=rank,
-            milliseconds=self._pace.of(slowest, words[slots[rank] + _ENDED]),
+            rank=words[slow + _RANK],
+            milliseconds=self._pace.of(slowest, words[slow + _ENDED]),
             saved=min(fastest, *(words[slot + _SAVED] for slot in slots)),
+            stood=max(0, stood) // 1_000_000,
+            doing=self._doing(slow),
         )
+
+    def probe(self) -> None:
+        """As `Workers.probe`."""
+        words = self._words
+        if words is None:
+            return
+        slots = [it for it in _slots(words) if words[it + _STACKS]]
+        for slot, text in zip(slots, stacks.ask([_offer(words, it) for it in slots]), strict=True):
+            waits = Doing.COLLECTIVE if stacks.is_in_a_collective(text) else Doing.OWN_CODE
+            self._probed[slot] = words[slot], waits if text else Doing.NO_ANSWER, text
+
+    def slowest(self) -> tuple[int, str]:
+        """The rank that is behind, and its stacks; a stopped worker goes on."""
+        words, progress = self._words, self.progress()
+        if words is None or progress is None:
+            return 0, ""
+        slot = next(it for it in _slots(words) if words[it + _RANK] == progress.rank)
+        text = self._probed[slot][2] if slot in self._probed else ""
+        return progress.rank, text or stacks.wake(*_offer(words, slot))
+
+    def _doing(self, slot: int) -> Doing:
+        words, known = self._words, self._probed.get(slot)
+        if known is None or words is None or known[0] != words[slot]:
+            return Doing.OWN_CODE
+        return known[1]
 
     def has_saved(self) -> bool:
         """Whether a local rank has saved since the last call."""
@@ -138,6 +176,7 @@ class Steps:
     def propose(self, step: int) -> None:
         """As `Workers.propose`."""
         if (words := self._words) is not None:
+            self._holds = True
             at = _proposal(words[_LATEST])
             words[at], words[at + 1] = step, _Verdict.OPEN
             # Some processors let others see a later write first.
@@ -152,6 +191,8 @@ class Steps:
                 if words[_proposal(index)] == step:
                     verdict = _Verdict.AGREED if saves else _Verdict.WITHDRAWN
                     words[_proposal(index) + 1] = verdict
+            if not saves:
+                self._holds, self._released = False, time.monotonic_ns()
 
     def release(self) -> None:
         """As `Workers.release`."""
@@ -159,6 +200,7 @@ class Steps:
             at = _proposal(words[_LATEST] - 1)
             if words[at + 1] == _Verdict.AGREED:
                 words[at + 1] = _Verdict.OVER
+                self._holds, self._released = False, time.monotonic_ns()
 
 
 class _Pace:
@@ -198,9 +240,15 @@ class Slot:
             raise OSError(f"process {other} tells the steps of this rank")
         self._words[slot + _PID] = os.getpid()
         self._words[_RANKS] = local_world_size
+        self._words[slot + _RANK] = local_rank
         # Proposals before this one were passed.
         self._passed = 0
         self._saves_at: int | None = None
+
+    def introduce(self, rank: int) -> None:
+        """Tell the agent the global rank, and let it ask for this worker's stacks."""
+        self._words[self._slot + _RANK] = min(max(0, rank), _MOST_STEPS)
+        self._words[self._slot + _STACKS] = stacks.offer()
 
     def step(self, number: int) -> bool:
         """As `rdzv_plugins.step`."""
@@ -256,6 +304,11 @@ def _slots(words: memoryview) -> list[int]:
     return [_FIRST_SLOT + _SLOT * rank for rank in range(min(words[_RANKS], _MOST_RANKS))]
 
 
+def _offer(words: memoryview, slot: int) -> tuple[int, int]:
+    """The process id of a worker, and the descriptor of the memory of its stacks."""
+    return words[slot + _PID], words[slot + _STACKS]
+
+
 def _proposal(index: int) -> int:
     """The words of a proposal, by its number in the round."""
     return _FIRST_PROPOSAL + 2 * (index % _PROPOSALS)
@@ -284,8 +337,10 @@ def of_this_worker() -> Slot | None:
     if now is None or now.steps_file is None:
         return None
     try:
-        ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        _slot = Slot(now.steps_file, now.world_id, *ranks)
+        local, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        slot = Slot(now.steps_file, now.world_id, local, size)
+        slot.introduce(int(os.environ.get("RANK", local)))
+        _slot = slot
     except (OSError, KeyError, ValueError) as error:
         log.warning("step() and saved() cannot tell the agent anything (%s)", error)
     return _slot

@@ -80,6 +80,7 @@ from rdzv_plugins.protocol.situation import (
     without,
 )
 from rdzv_plugins.protocol.sizes import Sizes
+from rdzv_plugins.protocol.stalls import stuck
 
 # How long each successor of the leader waits for the successor before it: many times a
 # compare-and-set.
@@ -710,14 +711,15 @@ _CONFIRMING: tuple[_Leads, ...] = (
 
 
 def _end_the_round(view: View, at: Situation) -> Action | None:
-    """Form the next round if a participant or a person asks for it, a node is lost, or it grows."""
+    """Form the next round: a participant or a person asks, a node is lost, one hangs, it grows."""
     document, records = at.document, at.records
     # Ignore `rdzv restart` once a node's workers succeeded, because that node never joins again.
     ordered = bool(at.taken_out or (document.restart and not at.done))
     lost = bool(at.newly_gone) and view.rules.restart_on_loss
     grows = at.growth > 0 and policies.holds(view, at) is None
     planned = (ordered or grows) and seconds_left(view, at) is None
-    if not (at.rejoined or lost or planned):
+    hangs = stuck(view, at)
+    if not (at.rejoined or lost or planned or hangs):
         return None
     failed = [node for node in at.rejoined if records[node].failed]
     # A node without failed workers joins again if the store forgot its round.
@@ -726,6 +728,8 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
         failed=[records[node].label for node in failed],
         joined=[records[node].label for node in joined],
     )
+    if hangs is not None:
+        cause = replace(cause.plus(stuck=[hangs[0].label]), note=hangs[1])
     cause = naming(cause, at, at.taken_out)
     gone = at.absent | at.done
     return Write(next_round(view, document, gone, len(at.newcomers), cause, at.taken_out))

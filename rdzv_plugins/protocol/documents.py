@@ -39,6 +39,7 @@ from rdzv_plugins.kv.gate import (
     refuse_size,
 )
 from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
+from rdzv_plugins.protocol.progress import Doing
 
 T = TypeVar("T")
 
@@ -66,6 +67,7 @@ _SHORT = {
     "incarnation": "in",
     "world_id": "world",
     "found": "net",
+    "step": "n",
 }
 
 # A cause keeps _NAMES_KEPT names; a sentence shows _NAMES_SHOWN of them.
@@ -198,6 +200,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         apart: pairs of nodes that could not exchange data, or dial each other.
         unfit: for some nodes that left because a check failed or they gave up: label and reason.
         held: participants of the last round that do not fit into whole units and segments.
+        stuck: the node of the rank whose step stood still first; ``note`` names the rank.
         drained: nodes that a person took out for good.
         excluded: nodes whose hosts a person or the leader keeps out for a time.
         why: the reasons of people who drained or excluded nodes.
@@ -213,6 +216,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     apart: Names = Names()
     unfit: Annotated[tuple[tuple[Id, Text], ...], Meta(max_length=64)] = ()
     held: Names = Names()
+    stuck: Names = Names()
     drained: Names = Names()
     excluded: Names = Names()
     why: Text = ""
@@ -656,7 +660,8 @@ class NodeRecord(
             when all of them knew of it; it accepts if that is an earlier step.
         saved: the last step that all its workers have saved, plus 1; told while the run saves.
         step: the last step of its slowest worker, the milliseconds of a step (0: unknown), and the
-            local rank of that worker; None: not every worker has called ``step()`` in this round.
+            global rank of that worker; None: not every worker has called ``step()`` in this round.
+        stall: milliseconds since that step, and a `progress.Doing`; None: this is not long.
         last_call: of a leader: the round that forms, and when its last call ends, by the leader's
             wall clock; for people alone. None: none runs, or it has just begun.
         at: when it wrote this, by its wall clock, in seconds since the epoch; for people alone. 0:
@@ -699,6 +704,7 @@ class NodeRecord(
     # Last, because they change with each heartbeat and a store may send only the end of a value.
     slow: Count = 0
     step: tuple[Count, Count, Count] | None = None
+    stall: tuple[Count, Doing] | None = None
     looks: Count = 0
     at: Clock = 0
     beat: Count

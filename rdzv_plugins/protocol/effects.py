@@ -189,8 +189,8 @@ class Tell(Effect[None], frozen=True):
     ``unfit``, ``drained``, ``excluded``, ``quarantine`` (of which host), ``exclusions``
     (unreadable), ``master``, ``network`` (who cannot reach whom), ``slow`` (whose exchange of data
     was slow), ``cut off`` (its workers stop), ``refused`` (the store refuses all nodes, so training
-    goes on), ``two worlds`` (for how long there may have been two), ``tombstone`` and
-    ``unreadable`` (a value that counts as absent).
+    goes on), ``stalled`` (since when no step came), ``two worlds`` (for how long there may have
+    been two), ``tombstone`` and ``unreadable`` (a value that counts as absent).
 
     `command` has the arguments of the command that the text names as "rdzv <name>"; the log has the
     command as a person can paste it.

@@ -14,6 +14,7 @@ from rdzv_plugins.protocol.effects import Effects, PutRecord
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.progress import Workers
 from rdzv_plugins.protocol.rules import Own
+from rdzv_plugins.protocol.stalls import stall_of
 
 # The record's `slow` is 0 below this many milliseconds.
 _SLOW = 50
@@ -36,11 +37,13 @@ class Heartbeat:
         self._took = (0.0, 0.0)
         # The node is accused, and beats more often until this time.
         self._answers_until = -math.inf
+        # When a step may have stood still for `Rules.step_timeout`.
+        self._stalls_at = math.inf
 
     @property
     def seconds_left(self) -> float:
         """Seconds until the next heartbeat is due."""
-        return max(0.0, self._next - self._clock())
+        return max(0.0, min(self._next, self._stalls_at) - self._clock())
 
     def require(self, *, rings: bool = False) -> None:
         """Have the record written before the next decision; ``rings``: and ring the bell."""
@@ -62,6 +65,7 @@ class Heartbeat:
 
     def keep_alive(self, last_call: Callable[[], tuple[int, int] | None]) -> Effects[None]:
         """Beat once an interval, and look at the others; write a changed record at once."""
+        self._watch_steps()
         interval_over = self._clock() >= self._next
         if interval_over and not self._is_due:
             self.amend(may_grow=False)  # The moment is over.
@@ -77,6 +81,20 @@ class Heartbeat:
         if interval_over:
             self._seen.read_again(leader=True, records=True)
 
+    def _watch_steps(self) -> None:
+        """Have the leader told at once that a step has stood still for `Rules.step_timeout`."""
+        limit, told = self._rules.step_timeout, self.record.stall
+        self._stalls_at = math.inf
+        if not limit or self.record.status is not Status.RUN or self._seen.closed:
+            return
+        progress = self._workers.progress()
+        stood = progress.stood / 1000 if progress is not None else 0.0
+        if stood < limit:
+            self._stalls_at = self._clock() + limit - stood
+        elif told is None or told[0] < 1000 * limit:
+            self._workers.probe()
+            self.require(rings=True)
+
     def _write(self, last_call: tuple[int, int] | None) -> Effects[None]:
         progress = self._workers.progress() if self.record.status is Status.RUN else None
         slow = int(1000 * max(*self._took, self._seen.delays.overslept))
@@ -84,6 +102,7 @@ class Heartbeat:
             beat=self.record.beat + 1,
             looks=self._seen.looks,
             step=(progress.step, progress.milliseconds, progress.rank) if progress else None,
+            stall=stall_of(progress, self._rules),
             slow=slow if slow >= _SLOW else 0,
             # For people alone.
             at=int(self._own.wall()),

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Protocol
 
 import msgspec
+
+
+class Doing(IntEnum):
+    """What a worker does whose step stands still, as its stacks tell. The first is blamed first."""
+
+    NO_ANSWER = 0
+    """It does not answer a signal: it is stopped, or hangs in the kernel."""
+    OWN_CODE = 1
+    """Its script runs or waits; also if this is not known."""
+    COLLECTIVE = 2
+    """It waits in torch for other ranks."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -12,9 +24,10 @@ class Progress(msgspec.Struct, frozen=True):
 
     Attributes:
         step, fastest: the last step of the slowest and of the fastest local rank.
-        rank: the slowest local rank.
+        rank: the global rank of the slowest worker.
         milliseconds: how long its last steps took on average; 0: unknown, or less than one.
         saved: the last step that every local rank has saved, plus 1; 0: none.
+        stood: milliseconds since the last step of the slowest worker; 0 if it has ended.
     """
 
     step: int
@@ -22,6 +35,8 @@ class Progress(msgspec.Struct, frozen=True):
     rank: int = 0
     milliseconds: int = 0
     saved: int = 0
+    stood: int = 0
+    doing: Doing = Doing.OWN_CODE
 
 
 class Workers(Protocol):
@@ -40,6 +55,9 @@ class Workers(Protocol):
     def settle(self, step: int, saves: bool) -> None:
         """End the wait at the step; ``saves``: all ranks of the run save there."""
 
+    def probe(self) -> None:
+        """Find out what each of them does: `Progress.doing`."""
+
     def release(self) -> None:
         """Let workers train on that have saved, and wait for the end of the round."""
 
@@ -53,5 +71,7 @@ class NoSteps:
     def propose(self, step: int) -> None: ...
 
     def settle(self, step: int, saves: bool) -> None: ...
+
+    def probe(self) -> None: ...
 
     def release(self) -> None: ...

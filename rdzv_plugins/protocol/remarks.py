@@ -11,6 +11,7 @@ from rdzv_plugins.protocol.policies.network import own_findings, remark, slow, v
 from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.situation import is_full, unconfirmed, waits_for_a_living_round
 from rdzv_plugins.protocol.sizes import Sizes
+from rdzv_plugins.protocol.stalls import standing_of
 
 Remark: TypeAlias = tuple[str, object, str, *tuple[str, ...]]
 """A remark of a node for people: a kind, a key (each is told once), a sentence, and `Tell.command`.
@@ -105,6 +106,12 @@ def _of_a_spare(view: View, document: RoundDocument) -> Iterator[Remark]:
     )
 
 
+def _of_stalls(view: View, document: RoundDocument) -> Iterator[Remark]:
+    found = standing_of(view.record)
+    if found is not None and found.stalled and view.record.world_id == document.world_id:
+        yield "stalled", (document.world_id, found.step), str(found)
+
+
 def _of_the_network(view: View, document: RoundDocument) -> Iterator[Remark]:
     if document.leader != view.me or view.records is None or not document.is_whole:
         if said := own_findings(view.record):
@@ -161,6 +168,7 @@ _OF_ANY_NODE: tuple[_Row, ...] = (
     _of_two_worlds,
     _of_orders,
     _of_a_spare,
+    _of_stalls,
     _of_the_network,
 )
 _OF_A_LEADER: tuple[_Row, ...] = (*_OF_ANY_NODE, _of_quarantines, _of_other_nodes)

@@ -11,7 +11,9 @@ from msgspec import Meta
 from rdzv_plugins.kv.gate import Count, Id, Key, Lasted, Nodes, Seconds, Text, plain
 from rdzv_plugins.protocol.documents import Names, NodeRecord, Outcome, Phase, RoundDocument
 
-CAUSES = ("lost", "left", "failed", "joined", "evicted", "held", "drained", "excluded")
+CAUSES = (
+    "lost", "left", "failed", "joined", "evicted", "held", "stuck", "drained", "excluded",
+)  # fmt: skip
 """The fields of `documents.Cause`, and of `RoundRecord`, that name nodes."""
 
 _MEMBERS_KEPT = 16
@@ -98,6 +100,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     joined: Members = ()
     evicted: Members = ()
     held: Members = ()
+    stuck: Members = ()
     drained: Members = ()
     excluded: Members = ()
     outcome: Outcome | None = None

@@ -43,6 +43,7 @@ class Rules:
         answer: seconds within which a wake-up reaches a node and its heartbeat reaches the store;
             None: nodes have no links, and nobody is accused.
         save_timeout: how long a planned end of a round waits for its checkpoint; 0: not at all.
+        step_timeout: a round ends once a rank has done no step for this long; 0: never.
         probation: how long a node is new to a run, where ``min_uptime`` is 0.
         run: the id of the run; a document with another id is not believed. "": not known.
         sealed: only nodes and commands of the run can have written what this node reads. An older
@@ -74,6 +75,7 @@ class Rules:
     network_check: bool = False
     outage_limit: float = math.inf
     save_timeout: float = 0.0
+    step_timeout: float = 0.0
     probation: float = 60.0
     answer: float | None = None
     run: str = ""

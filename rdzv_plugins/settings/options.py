@@ -79,6 +79,9 @@ class Settings:
     """seconds that a planned end of a round (``rdzv drain``, ``restart`` and ``resize``,
     grow=checkpoint, a signal to ``rdzv run``) waits for the checkpoint of a script that calls
     ``rdzv_plugins.step()``; 0: it does not wait"""
+    step_timeout: float = option(0.0, least=0, of_run=True)
+    """seconds without a step after which the round ends, and the rank is named that stood still
+    first; see policies.md. For a script that calls ``rdzv_plugins.step()``; 0: never"""
     leave_notice: float = option(25.0, least=0)
     """seconds after SIGTERM, or another of ``--signals-to-handle``, within which ``rdzv run``
     leaves; until the run has saved, its workers train on; at most save_timeout"""
@@ -124,8 +127,8 @@ class Settings:
     """seconds that a round waits for a live node of the last round before it starts without that
     node; a tenth of this if other nodes fill the round; at most 0.8 x join_timeout"""
     loss_shutdown_timeout: float = option(5.0, least=0)
-    """seconds from SIGTERM to SIGKILL for the workers of a round that has lost a node, at most
-    ``--shutdown-timeout``; for ``rdzv run``, torchrun takes 30 s"""
+    """seconds from SIGTERM to SIGKILL for the workers of a round that has lost a node or
+    hung, at most ``--shutdown-timeout``; for ``rdzv run``, torchrun takes 30 s"""
     on_outage: str = option("continue", choices=("continue", "stop"))
     """while the store does not answer: workers continue, or stop after outage_limit, so that no
     second copy of the job trains; stop turns links off. A node that the store refuses while it

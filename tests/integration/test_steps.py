@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests import Measure
-from tests.fleet.agents import RDZV_RUN, World
+from tests.fleet.agents import RDZV_RUN, TORCHRUN, World
 from tests.integration.stores import RunningStore
 from tests.integration.test_orders import rdzv
 from tests.integration.torchrun import Begin, Run
@@ -97,3 +97,24 @@ def test_newcomers_ask_for_a_checkpoint(begin: Begin) -> None:
     run, before = begun(begin, "a", grow="checkpoint")
     run.start_at("b", training=NEVER)
     assert run.await_world("ab", by_rank=True).resumed == before.last_step
+
+
+@pytest.mark.parametrize("launcher", [RDZV_RUN, TORCHRUN], ids=["rdzv run", "torchrun"])
+def test_a_hang_ends_the_round_and_names_the_rank(
+    begin: Begin, store: RunningStore, launcher: tuple[str, ...], record_property: Measure
+) -> None:
+    run = begin(nodes="1:3", launcher=launcher, step_timeout=2.5)
+    run.begin("abc")
+    before = run.round()
+    stopped = run.agents["b"].signal_workers(signal.SIGSTOP)
+    record_property("seconds", f"{run.await_round(before) - stopped:.1f} to the next round")
+    run.await_world("abc", after=time.monotonic())
+    document = run.document()
+    assert document is not None
+    assert "rank 1 on 127.0.0.2 stands at step" in document.reason
+    assert "it answers no signal" in document.reason
+    told = "of this node stood still; the stacks of its threads"
+    logs = {name: run.agents[name].log.read_text() for name in "abc"}
+    assert [name for name in "abc" if told in logs[name]] == ["b"]
+    assert ", line" in logs["b"].partition(told)[2]
+    assert all("no step for" in logs[name] for name in "abc")

@@ -167,6 +167,8 @@ INVARIANTS = {
     "record has named the moment)",
     "one checkpoint": "if one worker of a round saves at a step, every worker that passes the step "
     "saves there; no worker waits at a step once the run stands still",
+    "hang": "a round ends for a hang only if a worker of the node that it names has done no step "
+    "for `step_timeout`; no worker hangs once the run stands still",
     "progress": "a run is closed for want of progress only after `no_progress_rounds` rounds in a "
     "row ran for less than `no_progress_uptime` and did not end for newcomers, unless the store "
     "lost data",
@@ -1281,7 +1283,7 @@ class Checker:
         again = any(self._tracks[person].label in cause.joined for person in before.participants)
         if again or cause.lost or cause.left or cause.failed or not cause.joined:
             return
-        if before.restart or cause.drained or cause.excluded:
+        if before.restart or cause.drained or cause.excluded or cause.stuck:
             return
         self.checks += 1
         newcomers = [

@@ -25,7 +25,16 @@ from msgspec.structs import replace
 
 from rdzv_plugins import protocol
 from rdzv_plugins.kv import Attempts, RendezvousConnectionError, RendezvousStateError
-from rdzv_plugins.protocol import accusations, cleanup, parting, roster, rounds, situation, sizes
+from rdzv_plugins.protocol import (
+    accusations,
+    cleanup,
+    heartbeat,
+    parting,
+    roster,
+    rounds,
+    situation,
+    sizes,
+)
 from rdzv_plugins.protocol import decide as decisions
 from rdzv_plugins.protocol.checkpoint import OwnCheckpoint
 from rdzv_plugins.protocol.contact import Contact, Standing
@@ -66,6 +75,7 @@ from rdzv_plugins.protocol.policies.kept_out import KeptOut
 from rdzv_plugins.protocol.policies.network import Verdict, still_not_to_host
 from rdzv_plugins.protocol.policies.no_progress import NoProgress
 from rdzv_plugins.protocol.policies.policy import Reason
+from rdzv_plugins.protocol.progress import Progress
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import MISSING, members_by_their_records
 from rdzv_plugins.protocol.rules import (
@@ -2344,3 +2354,28 @@ def saves_before_the_run_has_agreed(patch: Patch) -> None:
         mine._workers.settle(step, True)
 
     patch(OwnCheckpoint, "_answer", answer)
+
+
+_HANGS = Focus(
+    settings={
+        "pace": 0.1,
+        "step_timeout": 5.0,
+        "hangs": (3.0, 9.0, 15.0),
+        "save_timeout": 2.0,
+        "notices": tuple(2.0 * n for n in range(1, 8)),
+    },
+)
+
+
+@_mutant("stalls: the round ends for a worker that does no step", focus=_HANGS)
+def ends_no_hang(patch: Patch) -> None:
+    patch(decisions, "stuck", lambda *_: None)
+
+
+@_mutant("stalls: a worker stands still for step_timeout before the round ends", focus=_HANGS)
+def ends_a_hang_too_soon(patch: Patch) -> None:
+    def stall_of(original: Any, progress: Progress | None, rules: Rules) -> Any:
+        longer = progress and replace(progress, stood=20 * progress.stood)
+        return original(longer, rules)
+
+    patch(heartbeat, "stall_of", stall_of)

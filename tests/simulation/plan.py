@@ -165,6 +165,8 @@ UNSTEERED: Mapping[str, Any] = {
     "pace": 0.0,
     "save_timeout": 0.0,
     "notices": (),
+    "step_timeout": 0.0,
+    "hangs": (),
     "node_unit": 1,
     "segment": 1,
     "topology": False,
@@ -212,6 +214,7 @@ class Plan:
         writes_refused: its listings pass, and the store refuses it the document instead.
         pace: seconds that a step of the workers takes; 0: they tell no steps.
         notices: when a node is told to leave, and may have the run save first.
+        hangs: when a worker does no further step.
         checkpoints: when a worker says that now is a good moment to let newcomers in.
         topology: whether ranks follow the domains, instead of the ``rank_order`` drawn.
         domains: where hosts are, one after the other; empty: they have no domain.
@@ -263,6 +266,7 @@ class Plan:
     retries: float
     pace: float = 0.0
     notices: tuple[float, ...] = ()
+    hangs: tuple[float, ...] = ()
     checkpoints: tuple[float, ...] = ()
     topology: bool = False
     domains: tuple[str, ...] = ()
@@ -512,7 +516,12 @@ def _trains(plan: Plan) -> Plan:
     rules = replace(plan.rules, save_timeout=chance.choice((2.0, 6.0, 20.0)))
     notices = sorted(chance.uniform(0.0, QUIET_AFTER) for _ in range(chance.choice((0, 1, 3))))
     pace = chance.choice((0.02, 0.1, 0.5, 2.0))
-    return replace(plan, rules=rules, pace=pace, notices=tuple(notices))
+    hangs: list[float] = []
+    if chance.random() < 0.5:
+        rules = replace(rules, step_timeout=chance.choice((5.0, 9.0)))
+        hangs = sorted(chance.uniform(0.0, QUIET_AFTER) for _ in range(chance.choice((0, 1, 3))))
+    plan = replace(plan, rules=rules, pace=pace)
+    return replace(plan, notices=tuple(notices), hangs=tuple(hangs))
 
 
 def settling(plan: Plan) -> float:
@@ -520,7 +529,7 @@ def settling(plan: Plan) -> float:
     longest = plan.rules.lease * (OTHER_SETTINGS[-1] if plan.other_settings else 1.0)
     rules = plan.rules
     pace = max(rules.last_call, rules.replacement or 0.0, rules.min_uptime, rules.resize_interval)
-    pace += rules.save_timeout
+    pace += rules.save_timeout + rules.step_timeout
     settling = (8 * longest + pace) / plan.rates[0] + 2 * plan.stop + 10
     if any(fault.kind == "wedged agent" for fault in plan.faults):
         settling += plan.rules.rejoin / plan.rates[0]

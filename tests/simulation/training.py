@@ -27,6 +27,8 @@ class Rank:
     Attributes:
         ends: when its next step ends.
         waits: the proposal for which it waits, and since when.
+        stepped: when its last step ended.
+        hangs: it does no further step.
     """
 
     pace: float
@@ -36,6 +38,8 @@ class Rank:
     waits: tuple[Proposal, float] | None = None
     saved: int = 0
     saves: set[int] = field(default_factory=set)
+    stepped: float = 0.0
+    hangs: bool = False
 
 
 class Trainings:
@@ -45,6 +49,8 @@ class Trainings:
         self.now, self.violated = now, violated
         self.worlds: dict[str, list[Training]] = {}
         self.saved_at: dict[str, set[int]] = {}
+        # By world and node: when the last step ended of a worker that hangs.
+        self.hung: dict[tuple[str, str], float] = {}
         self.agreed = 0
 
     def judge(self, world: str, me: Rank, number: int, saves: bool) -> None:
@@ -72,10 +78,13 @@ class Training:
         self._world = ""
         self._proposals: list[Proposal] = []
         self._told = 0
+        # As `Steps`: whether workers may wait for the run, and when they last could go on.
+        self._holds, self._released = False, 0.0
 
     def begin(self, world: str) -> None:
         now, chance = self._all.now(), self._chance
         self._world, self._proposals, self._told = world, [], 0
+        self._holds = False
         self.ranks = [
             Rank(pace := self._pace * chance.uniform(0.9, 1.1), now + chance.uniform(0, 3) * pace)
             for _ in range(2)
@@ -94,15 +103,32 @@ class Training:
         if not self.ranks or any(rank.step < 0 for rank in self.ranks):
             return None
         steps = [rank.step for rank in self.ranks]
+        slowest = min(self.ranks, key=lambda it: (it.step, it.stepped))
+        stood = self._all.now() - max(slowest.stepped, self._released)
         return Progress(
             step=min(steps),
             fastest=max(steps),
             milliseconds=int(1000 * self._pace),
             saved=min(rank.saved for rank in self.ranks),
+            stood=0 if self._holds else int(1000 * stood),
         )
+
+    def probe(self) -> None: ...
+
+    def hang(self, label: str) -> None:
+        """Have one of them do no further step."""
+        self._advance()
+        rank = self._chance.choice(self.ranks)
+        rank.hangs = True
+        self._all.hung[self._world, label] = rank.stepped
+
+    @property
+    def hangs(self) -> bool:
+        return any(rank.hangs for rank in self.ranks)
 
     def propose(self, step: int) -> None:
         self._advance()
+        self._holds = True
         self._proposals.append(Proposal(step))
 
     def settle(self, step: int, saves: bool) -> None:
@@ -110,9 +136,13 @@ class Training:
         for it in self._proposals:
             if it.step == step and it.saves is None:
                 it.saves = saves
+        if not saves:
+            self.release()
         self._advance()
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        if self._holds:
+            self._holds, self._released = False, self._all.now()
 
     def has_saved(self) -> bool:
         """Whether a worker has saved since the last call."""
@@ -133,6 +163,8 @@ class Training:
 
     def _moves(self, rank: Rank) -> bool:
         now = self._all.now()
+        if rank.hangs:
+            return False
         if rank.waits is not None:
             proposal, _ = rank.waits
             if proposal.saves is None:
@@ -142,7 +174,7 @@ class Training:
             rank.ends = now + rank.pace
         if rank.ends > now:
             return False
-        before, rank.step = rank.step, rank.step + 1
+        before, rank.step, rank.stepped = rank.step, rank.step + 1, rank.ends
         for proposal in self._proposals[rank.passed :]:
             if proposal.step > rank.step:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -379,6 +380,7 @@ class World:
         if after.phase is Phase.RUNNING:
             self._running_since.setdefault(after.world_id, self.kernel.now)
         self._judge_accusations(was, after)
+        self._judge_hang(was, after)
         self.checker.wrote(host.id, was, after, evidence, self.store.epoch)
         if self.plan.ambush and self._ambushes and self.chance.random() < _AMBUSHED:
             soon = self.kernel.now + self.chance.uniform(0, 4 * self.plan.latency)
@@ -472,6 +474,8 @@ class World:
             kernel.at(at, self._name_the_moment, at)
         for at in plan.notices:
             kernel.at(at, self._give_notice, at)
+        for at in plan.hangs:
+            kernel.at(at, self._hang, at)
         for order in plan.orders:
             kernel.at(order.at, give, self, order.kind)
         for fault in plan.links:
@@ -498,6 +502,24 @@ class World:
         running = [host for host in self.hosts if host.agent is Agent.RUNNING]
         if running:
             random.Random(f"{at} of {self.plan.seed}").choice(running).give_notice()
+
+    def _hang(self, at: float) -> None:
+        training = [host for host in self.hosts if host.training.progress() is not None]
+        if training and self.plan.rules.step_timeout:
+            host = random.Random(f"{at} of {self.plan.seed}").choice(training)
+            self.note(f"a worker of {host.id} hangs")
+            self.inject("hang")
+            host.training.hang(host.node.record.label)
+
+    def _judge_hang(self, was: RoundDocument | None, after: RoundDocument) -> None:
+        """Whether a round that ends for a hang names a node that hangs."""
+        if was is None or was.phase is not Phase.RUNNING or after.phase is not Phase.FORMING:
+            return
+        for label in after.cause.stuck.first:
+            self.inject("ended for a hang")
+            since = self.trainings.hung.get((was.world_id, label), math.inf)
+            if self.kernel.now - since < self.plan.rules.step_timeout:
+                self.violated("hang", f"{label} does its steps, and {show(was)} ends for it")
 
     def _held_up(self) -> float:
         """What torch's own time-outs may add, where words in its c10d store were forgotten."""
@@ -705,6 +727,8 @@ class World:
         for host in alive:
             if host.training.waits_since is not None:
                 return f"the workers of {host.id} wait at a step"
+            if host.training.hangs:
+                return f"a worker of {host.id} hangs"
         if document is None:
             return "there is no document"
         if document.phase is not Phase.RUNNING:

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import rdzv_plugins
-from rdzv_plugins.process import steps
+from rdzv_plugins.process import stacks, steps
 from rdzv_plugins.process.steps import Slot, Steps, UndecidedError
 from rdzv_plugins.process.worker import VARIABLE, CurrentRound, hand_down
+from rdzv_plugins.protocol.progress import Doing
 from rdzv_plugins.testing.threads import Background
 
 pytestmark = pytest.mark.rule("checkpoint")
@@ -113,6 +114,48 @@ class TestProgress:
         second.saved(number)
         assert (found := agent.progress()) is not None
         assert found.saved <= 8
+
+    def test_how_long_a_step_has_stood_still(
+        self, agent: Steps, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def stood(seconds: float) -> int | None:
+            monkeypatch.setattr(time, "monotonic_ns", lambda: int(seconds * 10**9))
+            found = agent.progress()
+            return found.stood if found is not None else None
+
+        (slot,) = slots(agent, 1)
+        assert stood(10) is None
+        slot.step(3)
+        assert stood(14) == 4000
+        # It may wait for the run.
+        agent.propose(5)
+        assert stood(30) == 0
+        agent.settle(5, False)
+        assert stood(31.5) == 1500
+        agent.propose(7)
+        agent.settle(7, True)
+        assert stood(40) == 0
+        agent.release()
+        agent.release()
+        assert stood(42) == 2000
+        # A worker that has ended does not stand still.
+        monkeypatch.setattr(stacks, "lives", lambda pid, _: pid != os.getpid())
+        assert stood(60) == 0
+
+    def test_the_rank_that_does_not_answer_is_the_slowest(
+        self, agent: Steps, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answers = ['Thread 1 (most recent call first):\n  File "train.py", line 3 in f', ""]
+        monkeypatch.setattr(stacks, "offer", lambda: 9)
+        monkeypatch.setattr(stacks, "ask", lambda workers: answers)
+        monkeypatch.setattr(stacks, "wake", lambda *_: "woken")
+        for rank, slot in enumerate(slots(agent), 4):
+            slot.introduce(rank)
+            slot.step(1)
+        agent.probe()
+        assert (found := agent.progress()) is not None
+        assert (found.rank, found.doing) == (5, Doing.NO_ANSWER)
+        assert agent.slowest() == (5, "woken")
 
 
 class TestProposals:

@@ -60,9 +60,9 @@ def blamed(cause: Cause, rules: Rules) -> list[str]:
     """The hosts because of which a round ended early.
 
     These are the hosts of lost nodes, and of nodes that failed and left; otherwise the host whose
-    workers failed. If the workers of several hosts failed, one failure may have caused the others,
-    and no host is blamed. No host is blamed for failed workers either if the round ended for
-    another reason, such as a newcomer, because workers fail when their peers stop. If
+    workers failed or hung. If those of several hosts failed, one failure may have caused the
+    others, and no host is blamed. No host is blamed for failed workers either if the round ended
+    for another reason, such as a newcomer, because workers fail when their peers stop. If
     ``quarantine_after`` is not set, no host is blamed for workers that failed and start again,
     because ``--max-restarts`` limits that.
     """
@@ -71,7 +71,7 @@ def blamed(cause: Cause, rules: Rules) -> list[str]:
         return to_blame
     if rules.quarantine_after is None:
         return []
-    failed = _hosts(cause.failed)
+    failed = _hosts(Names((*cause.failed.first, *cause.stuck.first)))
     ended_for = cause.joined or cause.left or cause.drained or cause.excluded
     return failed if len(failed) == 1 and not ended_for else []
 
