@@ -23,7 +23,7 @@ hypothesis.settings.load_profile("untimed")
 # Their agents fill all cores: the files of a row run one after the other, so that no more than five
 # jobs start at a time.
 _JOBS = {
-    "scenarios": ("test_torchrun", "test_edges"),
+    "scenarios": ("test_torchrun", "test_edges", "test_gpu_check"),
     "run": (
         "test_run", "test_newcomers", "test_unfit_nodes", "test_workers_ends", "test_exhausted",
         "test_steps", "test_places", "test_options", "test_trainings",

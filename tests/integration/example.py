@@ -29,7 +29,9 @@ def main() -> None:
             journal.note("resume", step=number - 1)
             is_first = False
         journal.note("step", step=number)
-        return step(number)
+        if saves := step(number):
+            journal.note("asked", step=number)
+        return saves
 
     def noted_saved(number: int) -> None:
         journal.note("saved", step=number)
