@@ -264,6 +264,8 @@ class Bench:
             if self.plan.busy:
                 sample = partial(restarts.sample, self.plan.busy)
                 self._restart(f"{store}, busy", [sample] * self.plan.kills)
+        with restart.Restarts(store, restart.WARM) as restarts:
+            self._restart(f"{store}, warm", [restarts.sample] * self.plan.kills)
         if store == "redis":
             with restart.Restarts(store, TORCHRUN) as restarts:
                 self._restart(f"{store}, torchrun", [restarts.sample] * few)

@@ -243,14 +243,15 @@ def _restart(results: Results) -> list[str]:
         "so that the lease of 15 s decides. The phases add up: the loss is *noticed*; all others "
         "have *stopped* their workers; the *last call* waits for a replacement; the round is "
         "*formed*; the new workers have *started* (mostly the import of torch) and have met; their "
-        "*first step*."
+        "*first step*. *as told*: the sum of the phases in `rdzv history`. *warm*: with `--warm`, "
+        "after each standby has imported torch."
     )
     rows = [
         [it.subject, *(_cell(results.get(it.scenario, it.subject, it.nodes, name), _seconds)
-            for name in (restart.TOTAL, *restart.PHASES))]
+            for name in (restart.TOTAL, *restart.PHASES, restart.TOLD))]
         for it in results.of("restart", restart.TOTAL)
     ]  # fmt: skip
-    head = ["store", "kill to next step", *restart.PHASES]
+    head = ["store", "kill to next step", *restart.PHASES, restart.TOLD]
     return _section("From a kill to the next step", text, head, rows)
 
 

@@ -25,22 +25,36 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.rendezvous import Sample
+from benchmarks.warm import is_ready
 from rdzv_plugins.observe.history import Archive, Row
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.stores import open_client
 from tests import servers
-from tests.fleet.agents import RDZV_RUN, Fleet
+from tests.fleet.agents import RDZV_RUN, TORCHRUN, Fleet
 from tests.integration.hosts import PROGRAM, Host, Network
 from tests.integration.namespaces import in_namespaces
 
-__all__ = ["NODES", "ON_HOSTS", "PHASES", "STORES", "TOTAL", "Restarts", "silent_hosts"]
+__all__ = [
+    "NODES",
+    "ON_HOSTS",
+    "PHASES",
+    "STORES",
+    "TOLD",
+    "TOTAL",
+    "WARM",
+    "Restarts",
+    "silent_hosts",
+]
 
 STORES = ("redis", "quorum", "dynamodb")
 ON_HOSTS = ("redis", "quorum")
 """Of these, where a silent host is measured too."""
+WARM = (*RDZV_RUN, "--warm")
 TOTAL = "kill to step"
 PHASES = ("noticed", "stopped", "last call", "formed", "started", "first step")
 """The phases, in order; their sum is `TOTAL`."""
+TOLD = "as told"
+"""The sum of the phases as the run's history tells them."""
 
 _NAMES = ("a", "b", "c")
 NODES = len(_NAMES)
@@ -64,7 +78,7 @@ class Restarts:
     """A run of three nodes, of which one after the other is killed; a context manager.
 
     Args:
-        launcher: `RDZV_RUN` or `TORCHRUN`.
+        launcher: `RDZV_RUN`, `WARM` or `TORCHRUN`.
     """
 
     def __init__(
@@ -72,6 +86,7 @@ class Restarts:
     ) -> None:
         self._place = place or Place()
         self._killed = 0
+        self._is_warm = launcher is WARM
         with ExitStack() as stack:
             temporary = tempfile.TemporaryDirectory(prefix="rdzv-bench-")
             folder = Path(stack.enter_context(temporary))
@@ -91,7 +106,7 @@ class Restarts:
                 config={**config, **_CONFIG},
                 environ={"GLOO_SOCKET_IFNAME": "eth1"} if self._place.hosts else {},
                 # torchrun counts the failures that follow from a loss.
-                max_restarts=None if launcher is RDZV_RUN else 1000,
+                max_restarts=1000 if launcher is TORCHRUN else None,
                 training={"seconds": 24 * 3600},
                 launcher=launcher,
             )
@@ -107,8 +122,7 @@ class Restarts:
     def sample(self, busy: int = 0) -> Sample:
         """Kill the next node, beside so many processes that compute; raises `TrainingError`.
 
-        Seconds of `TOTAL`, of each of `PHASES`, and of all phases as the run's history tells them;
-        and how many rounds were formed.
+        Seconds of `TOTAL`, of each of `PHASES`, and of `TOLD`; and how many rounds were formed.
         """
         self._make_whole()
         victim = _NAMES[self._killed % len(_NAMES)]
@@ -138,6 +152,8 @@ class Restarts:
             within = host.within if host is not None else ()
             self.fleet.start(name, self._place.addresses[number], within=within)
         self.fleet.await_world(_NAMES, after=began, timeout=_LIMIT)
+        for agent in self.fleet.agents.values() if self._is_warm else ():
+            self.fleet.await_that(partial(is_ready, agent), "a standby", _LIMIT)
 
     def _rows_since(self, wall: float) -> list[Row]:
         """The rounds that formed after the kill, once the round of the others is among them."""
@@ -145,7 +161,8 @@ class Restarts:
         def found() -> list[Row]:
             rows = [it for it in self._archive.rows() if it.phase is Phase.RUNNING and it.seconds]
             rows = [it for it in rows if _time_of(it) > wall]
-            return rows if rows and rows[-1].nodes == len(_NAMES) - 1 else []
+            is_whole = rows and rows[-1].nodes == len(_NAMES) - 1 and rows[-1].trains_since
+            return rows if is_whole else []
 
         return self.fleet.await_that(found, "the round in the run's history", _LIMIT)
 
@@ -175,7 +192,7 @@ def split(at: float, wall: float, rows: Sequence[Row], resumed: float, stepped: 
     return {
         TOTAL: stepped - at,
         **dict(zip(PHASES, phases, strict=True)),
-        "as told": sum(sum(it.phases.values()) for it in told) + sum(phases[-2:]),
+        TOLD: sum(sum(it.phases.values()) for it in told),
         "rounds": len(rows),
     }
 

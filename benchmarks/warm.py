@@ -52,7 +52,7 @@ def _fleet(store: str, is_warm: bool, nodes: str) -> Iterator[Fleet]:
         )
 
 
-def _is_ready(agent: Agent) -> bool:
+def is_ready(agent: Agent) -> bool:
     """Whether the agent has a standby that imports no more: its processor time stands still."""
     for children in Path(f"/proc/{agent.pid}/task").glob("*/children"):
         for pid in children.read_text().split():
@@ -82,7 +82,7 @@ def measure(store: str, is_warm: bool, turns: int, spares: bool) -> Iterator[flo
             for name, address in waits.items():
                 fleet.start(name, address)
             for name in [*trains, *waits] if is_warm else []:
-                fleet.await_that(partial(_is_ready, fleet.agents[name]), "a standby", _LIMIT)
+                fleet.await_that(partial(is_ready, fleet.agents[name]), "a standby", _LIMIT)
             if spares and not is_warm:
                 time.sleep(10)
             victim = [*trains][turn % 3]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-# Nothing is imported here: torch loads every entry point of this package at each start.
+# No other module is imported here: torch loads every entry point of this package at each start.
+import time
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import os
@@ -11,6 +13,9 @@ if TYPE_CHECKING:
     from rdzv_plugins.process.worker import CurrentRound
 
 __version__ = "0.1.0"
+
+_imported = time.monotonic_ns()
+"""When this process imported this package; of a worker: it has started."""
 
 
 def current() -> CurrentRound | None:
@@ -95,10 +100,11 @@ def step(number: int) -> bool:
         rdzv_plugins.process.steps.UndecidedError: the store has not answered for five minutes, so
             it is unknown whether the other ranks save at this step.
     """
+    ended = time.monotonic_ns()  # Before the first call's imports.
     from rdzv_plugins.process import steps
 
     slot = steps.of_this_worker()
-    return slot is not None and slot.step(number)
+    return slot is not None and slot.step(number, ended)
 
 
 def saved(number: int) -> None:

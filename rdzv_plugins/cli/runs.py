@@ -176,6 +176,8 @@ def status(
     """
     from msgspec import to_builtins
 
+    from rdzv_plugins.observe.history import goodput
+
     if wait:
         _refuse_unless_one_of(wait, STATUSES, "--wait")
     run_id = about.run
@@ -187,12 +189,13 @@ def status(
             seen.look()
         condition = seen.condition.value
         if about.as_json:
-            rows = [to_builtins(row) for row in seen.archive.rows()[::-1]]
-            print_json(seen.report() | {"rounds": rows})
+            rows = seen.archive.rows()
+            found = {"goodput": goodput(rows, datetime.now(UTC)), "rounds": to_builtins(rows[::-1])}
+            print_json(seen.report() | found)
         else:
             nodes, rows = seen.nodes(), seen.archive.rows()[::-1]
             # A pipe gets each sentence as one line, as `grep` needs it.
-            plain_console().print(_summary(seen, nodes), soft_wrap=True)
+            plain_console().print(_summary(seen, nodes, rows), soft_wrap=True)
             most = len(nodes) if every else _NODES_SHOWN
             for table in _tables(nodes, rows, most, _ROUNDS_SHOWN):
                 _print_table(table)
@@ -439,9 +442,11 @@ def _beating(client: KeyValueClient) -> set[str]:
     return set()
 
 
-def _summary(seen: Inspection, nodes: Sequence[NodeState]) -> Text:
-    """The sentence and what belongs to it, the most important first."""
+def _summary(seen: Inspection, nodes: Sequence[NodeState], rows: Sequence[Row]) -> Text:
+    """The sentence and what belongs to it, the most important first; ``rows``: the newest first."""
     from rich.text import Text
+
+    from rdzv_plugins.observe.history import goodput
 
     lines = [f"run '{seen.run_id}': {seen.sentence}"]
     document = seen.document
@@ -453,6 +458,8 @@ def _summary(seen: Inspection, nodes: Sequence[NodeState]) -> Text:
         if document.closed:
             lines.append(free_soon(seen)[1].removeprefix("; "))
         lines.append(_counts(nodes))
+    if (good := goodput(rows[::-1], datetime.now(UTC))) is not None:
+        lines.append(f"goodput {good:.1%}")
     lines += [seen.clocks, seen.away]
     return Text("\n".join(filter(None, lines)))
 
@@ -473,7 +480,7 @@ def _on_a_screen(seen: Inspection, console: Console) -> Group:
     from rich.console import Group
 
     nodes, rows = seen.nodes(), seen.archive.rows()[::-1]
-    summary = _summary(seen, nodes)
+    summary = _summary(seen, nodes, rows)
     left = console.size.height - 1 - len(console.render_lines(summary))
     if seen.document is None:
         return Group(summary, *_tables([], rows, 0, min(_ROUNDS_SHOWN, left - _FRAME)))
@@ -529,10 +536,8 @@ def _rounds(rows: Iterable[Row], one_line: bool = False) -> Table:
     """A table of rounds in the order of ``rows``."""
     table = _table("round", "when (UTC)", "nodes", "took", "why", one_line=one_line)
     for row in rows:
-        ended = row.outcome.value if row.outcome is not None else row.phase.value
-        took = str(row.seconds) if row.seconds is not None else ended
         when = row.at[:19].replace("T", " ")
-        table.add_row(str(row.round), when, str(row.nodes), took, row.reason)
+        table.add_row(str(row.round), when, str(row.nodes), row.took, row.reason)
     return table
 
 

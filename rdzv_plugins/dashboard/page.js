@@ -3,7 +3,7 @@
 "use strict";
 
 const CAUSES = ["lost", "failed", "stuck", "left", "evicted", "drained", "excluded", "held", "joined"];
-const PHASES = ["noticed", "stopped", "last_call", "formed"];
+const PHASES = ["noticed", "stopped", "last_call", "formed", "started", "first_step"];
 const CAUSE_WORDS = { failed: "workers failed", stuck: "did no step", evicted: "left out", held: "left over" };
 const NAMED = 16;
 // As the server names them; the worst comes last.
@@ -303,8 +303,9 @@ function showSizes(rows) {
 }
 
 function phasesOf(row) {
-  const { noticed = 0, gathering, last_call, confirming } = row.seconds;
-  return { noticed, stopped: Math.max(0, gathering - last_call), last_call, formed: confirming };
+  const { noticed = 0, gathering, last_call, confirming, started, first_step } = row.seconds;
+  const stopped = Math.max(0, gathering - last_call);
+  return { noticed, stopped, last_call, formed: confirming, started: started || 0, first_step: first_step || 0 };
 }
 
 function totalOf(row) {
@@ -360,13 +361,14 @@ function showRow(element, row) {
   const text = JSON.stringify([row, local]);
   if (element.shown === text) return;
   element.shown = text;
-  const [round, when, nodes, formed, why] = element.children;
+  const [round, when, nodes, formed, lost, why] = element.children;
   const end = row.phase === "closed";
   say(round, end ? "end" : String(row.round));
   mark(round, "data-label", end ? null : "round ");
   say(when, day(row.at));
   say(nodes, end ? "" : String(row.nodes));
   say(formed, row.seconds ? seconds(totalOf(row)) : "");
+  say(lost, String(row.lost_steps ?? ""));
   const reason = end ? `${row.outcome || "closed"}: ${row.reason || ""}` : row.reason || "";
   const found = end ? [] : chips(row);
   // A row names sixteen nodes of a cause at most; its reason says how many more there are.
@@ -394,6 +396,7 @@ function showRun() {
     ["leader", leader ? leader.name : null],
     ["why this round", run.reason],
     ["began", run.began ? day(run.began) : null],
+    ["goodput", typeof run.goodput === "number" ? `${(100 * run.goodput).toFixed(1)} %` : null],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => [name, String(value)]));
   for (const [id, odd] of [["clocks", run.clocks], ["degraded", run.away]]) {
     say($(id), odd || "");
@@ -408,7 +411,7 @@ function showRun() {
   $("forming").hidden = formed.length === 0;
   if (formed.length > 0) showForming(formed);
   $("history").hidden = rows.length === 0;
-  fill($("rounds"), newest, () => make("tr", {}, ...["number", "number", "number", "number", ""].map((name) => make("td", { class: name }))), showRow);
+  fill($("rounds"), newest, () => make("tr", {}, ...["number", "number", "number", "number", "number", ""].map((name) => make("td", { class: name }))), showRow);
   document.title = `${run.run} · rdzv`;
 }
 

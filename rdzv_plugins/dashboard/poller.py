@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from msgspec import to_builtins
 
 from rdzv_plugins.kv import RendezvousStateError
-from rdzv_plugins.observe.history import Row
+from rdzv_plugins.observe.history import Row, goodput
 from rdzv_plugins.observe.inspection import Condition
 from rdzv_plugins.observe.survey import Survey
 from rdzv_plugins.protocol.documents import Phase
@@ -112,7 +112,9 @@ class Poller:
         # Reads the store only after a round has begun or a run has ended.
         rows = await asyncio.to_thread(self._survey.rows, run_id)
         seen = sizes(rows, snapshot.sizes.get(run_id, []))
-        return snapshot.reports[run_id] | {"rounds": to_builtins(rows[::-1]), "sizes": seen}
+        good = goodput(rows, datetime.now(UTC))
+        found = {"rounds": to_builtins(rows[::-1]), "goodput": good, "sizes": seen}
+        return snapshot.reports[run_id] | found
 
     def _run(self) -> None:
         while not self._stopping.is_set():

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from math import nan
 
 from prometheus_client import CollectorRegistry
@@ -14,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from rdzv_plugins.kv import RendezvousStateError
-from rdzv_plugins.observe.history import Row
+from rdzv_plugins.observe.history import Row, goodput
 from rdzv_plugins.observe.inspection import Condition, Inspection
 from rdzv_plugins.observe.metrics import CAUSES, STATES, TABLE, By, Metric, MetricKind, causes_of
 from rdzv_plugins.observe.metrics_server import MetricsServer
@@ -133,6 +134,10 @@ class Exporter(Collector):
         formed = [row.seconds for row in rows if row.seconds is not None]
         for name, seconds in formed[-1].phases.items() if formed else ():
             yield "rdzv_restart_seconds", [name], seconds
+        if (lost := next((it.lost_steps for it in reversed(rows) if it.seconds), None)) is not None:
+            yield "rdzv_restart_lost_steps", [], lost
+        if (good := goodput(rows, datetime.now(UTC))) is not None:
+            yield "rdzv_goodput_ratio", [], good
 
 
 def _now(

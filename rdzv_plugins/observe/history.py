@@ -67,6 +67,24 @@ class Row(RoundRecord, frozen=True, kw_only=True, omit_defaults=True):
 
     at: Id
 
+    @property
+    def trains_since(self) -> datetime | None:
+        """When every rank had finished a step; None: not told."""
+        took = self.seconds
+        if took is None or took.started is None or took.first_step is None:
+            return None
+        return datetime.fromisoformat(self.at) + timedelta(seconds=took.started + took.first_step)
+
+    @property
+    def took(self) -> str:
+        """How long the round took to form and to train, and how many steps were lost."""
+        if self.seconds is None:
+            return self.outcome.value if self.outcome is not None else self.phase.value
+        if self.lost_steps is None:
+            return str(self.seconds)
+        plural = "s" if self.lost_steps != 1 else ""
+        return f"{self.seconds}; {self.lost_steps} step{plural} lost"
+
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The entry of a run id in the list of runs: its last run, and the round that was noted last.
@@ -102,6 +120,31 @@ _LISTED = msgspec.json.Decoder(Listed)
 # Room for thousands of hosts.
 _EXCLUSIONS_BYTES = 4 * SMALL_BYTES
 _EXCLUSIONS = msgspec.json.Decoder(tuple[Exclusion, ...])
+
+
+def goodput(rows: Sequence[Row], now: datetime) -> float | None:
+    """The share of the time of the last run in which its steps were trained that still count.
+
+    The time counts from the start of the first round in ``rows``, oldest first. In each round the
+    time from the first step to the last step that no later round repeated was good. The newest
+    round is good to its end, because nobody knows yet what a later one will repeat. None: no round
+    has told its first step, as where the script does not call ``rdzv_plugins.step()``.
+    """
+    mine = [it for it in rows if it.incarnation == rows[-1].incarnation]
+    newest = max((i for i, it in enumerate(mine) if it.trains_since is not None), default=None)
+    if newest is None:
+        return None
+    ends = datetime.fromisoformat(mine[-1].at) if mine[-1].phase is Phase.CLOSED else now
+    until, later = ends, mine[newest + 1 :]
+    if later and later[0].seconds is not None:
+        until = datetime.fromisoformat(later[0].at) - timedelta(
+            seconds=sum(later[0].seconds.phases.values())
+        )
+    since = mine[newest].trains_since or until
+    # What the first row repeats was trained before the time that counts.
+    good = sum(it.trained for it in mine[1:]) + max(0.0, (until - since).total_seconds())
+    whole = (ends - datetime.fromisoformat(mine[0].at)).total_seconds()
+    return min(1.0, max(0.0, good / whole)) if whole > 0 else None
 
 
 class Archive:
@@ -326,7 +369,8 @@ class Archive:
             incarnation=record.incarnation,
             began=before.began if before is not None else _iso(at),
             at=_iso(at),
-            until=_iso(at + timedelta(seconds=self._history_ttl)),
+            # Another value each time, by which readers see that the round was noted again.
+            until=_iso(datetime.now(UTC) + timedelta(seconds=self._history_ttl)),
             phase=record.phase,
             round=record.round,
             nodes=record.nodes,

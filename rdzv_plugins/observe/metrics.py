@@ -111,9 +111,15 @@ TABLE = (
         text="seconds that a round took to form: gathering, from this node's request until it saw "
         "its rank, and confirming, until all nodes had seen theirs"),
     Metric("rdzv_restart_seconds", MetricKind.GAUGE, By.EXPORTER, labels=("phase",),
-        text="seconds of the last restart, until the workers start: noticed, from the last sign of "
-        "life of the lost nodes; stopped, until the others had stopped their workers; last_call; "
-        "and formed, until all had seen their ranks"),
+        text="seconds of the last restart: noticed, from the last sign of life of the lost nodes; "
+        "stopped, until the others had stopped their workers; last_call; formed, until all had "
+        "seen their ranks; and if the script calls step(): started, until all workers had imported "
+        "rdzv_plugins, and first_step, until every rank had finished a step"),
+    Metric("rdzv_restart_lost_steps", MetricKind.GAUGE, By.EXPORTER,
+        text="steps that the last restart repeats; only if the script calls step()"),
+    Metric("rdzv_goodput_ratio", MetricKind.GAUGE, By.EXPORTER,
+        text="the share of the run's time that went into steps that count, 0 to 1; only if the "
+        "script calls step()"),
     Metric("rdzv_round", MetricKind.GAUGE, By.BOTH, text="number of the round, as last read"),
     Metric("rdzv_round_nodes", MetricKind.GAUGE, By.BOTH,
         text="nodes that have a rank in it; 0 while it forms"),

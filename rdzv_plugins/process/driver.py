@@ -284,9 +284,11 @@ class Driver:
             case effects.Tell():
                 return self._log.tell(request)
             case effects.RecordHistory(record) | effects.Register(record):
+                wall = request.at if isinstance(request, effects.RecordHistory) else None
+                at = datetime.fromtimestamp(time.time() if wall is None else wall, UTC)
                 if not self._to_note:
                     self._note_at = time.monotonic() + _HISTORY_DELAY
-                self._to_note.append((time.monotonic(), datetime.now(UTC), record))
+                self._to_note.append((time.monotonic(), at, record))
                 return None
             case effects.Park(key, version, seconds) if self._to_note:
                 ends = time.monotonic() + seconds

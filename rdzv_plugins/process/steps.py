@@ -9,7 +9,8 @@ The memory is an array of 64-bit words, each with one writer:
 - ``LATEST``: how many steps the agent has proposed in this round; ``RANKS``: the local world size.
 - ``_PROPOSALS`` places for proposals, used in turn: the step and its `_Verdict`.
 - One slot for each local rank: the last step plus 1, when it ended, the last step saved plus 1, its
-  global rank, its process id, and the descriptor of the memory of its stacks (`process.stacks`).
+  global rank, its process id, the descriptor of the memory of its stacks (`process.stacks`), the
+  first step, when it ended, and when the worker imported this package.
 
 No lock guards the words. The agent proposes a step, waits until every processor sees it, and only
 then looks whether a worker has passed it.
@@ -25,9 +26,10 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import BinaryIO
 
+import rdzv_plugins
 from rdzv_plugins.process import stacks
 from rdzv_plugins.process.worker import current
-from rdzv_plugins.protocol.progress import Doing, Progress
+from rdzv_plugins.protocol.progress import Doing, Progress, Resumed, Trained
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,11 @@ log = logging.getLogger(__name__)
 _LATEST, _RANKS = 0, 1
 _FIRST_PROPOSAL, _PROPOSALS = 2, 16
 _FIRST_SLOT = _FIRST_PROPOSAL + 2 * _PROPOSALS
-_STEP, _ENDED, _SAVED, _PID, _RANK, _STACKS, _SLOT = 0, 1, 2, 3, 4, 5, 6
+_STEP, _ENDED, _SAVED, _PID, _RANK, _STACKS = 0, 1, 2, 3, 4, 5
+_FIRST, _FIRST_ENDED, _IMPORTED, _SLOT = 6, 7, 8, 9
 _MOST_RANKS, _MOST_STEPS = 1024, 2**52
+_MILLISECOND = 1_000_000
+_YEAR = 365 * 24 * 3_600_000  # In milliseconds; no record may have any number.
 _BYTES = 8 * (_FIRST_SLOT + _SLOT * _MOST_RANKS)
 
 # Within this time a write is visible to every processor of the host.
@@ -87,9 +92,21 @@ class Steps:
         self._holds, self._released = False, 0
         # By slot, what a worker did after so many steps, and its stacks.
         self._probed: dict[int, tuple[int, Doing, str]] = {}
+        # When the round began, how its training began, and what was trained in the round before.
+        self._began = 0
+        self._resumed: Resumed | None = None
+        self._trained: Trained | None = None
 
     def end(self) -> None:
-        """Forget the round, because its workers have ended."""
+        """Forget all of the round but what was trained, because its workers have ended."""
+        if (words := self._words) is not None and (progress := self.progress()) is not None:
+            slot = min(_slots(words), key=lambda it: words[it + _STEP])
+            self._trained = Trained(
+                words[slot + _FIRST],
+                progress.step,
+                words[slot + _FIRST_ENDED],
+                words[slot + _ENDED],
+            )
         self._words = None
         if self._memory is not None:
             self._memory.close()
@@ -98,6 +115,7 @@ class Steps:
         """The file of this round for its workers; None: there can be none."""
         self.end()
         self._pace, self._saved, self._probed, self._holds = _Pace(), [], {}, False
+        self._began, self._resumed = time.monotonic_ns(), None
         try:
             self._memory = open(os.memfd_create(world_id), "r+b")  # noqa: SIM115
             descriptor = self._memory.fileno()
@@ -136,8 +154,9 @@ class Steps:
             rank=words[slow + _RANK],
             milliseconds=self._pace.of(slowest, words[slow + _ENDED]),
             saved=min(fastest, *(words[slot + _SAVED] for slot in slots)),
-            stood=max(0, stood) // 1_000_000,
+            stood=max(0, stood) // _MILLISECOND,
             doing=self._doing(slow),
+            resumed=self._how_it_resumed(words, slots),
         )
 
     def probe(self) -> None:
@@ -164,6 +183,20 @@ class Steps:
         if known is None or words is None or known[0] != words[slot]:
             return Doing.OWN_CODE
         return known[1]
+
+    def _how_it_resumed(self, words: memoryview, slots: list[int]) -> Resumed:
+        if self._resumed is None:
+            since, trained = self._began, self._trained
+            imported = max(since, *(words[slot + _IMPORTED] for slot in slots))
+            stepped = max(imported, *(words[slot + _FIRST_ENDED] for slot in slots))
+            first, lost, kept = min(words[slot + _FIRST] for slot in slots), None, 0
+            if trained is not None and 0 <= first <= _MOST_STEPS:
+                lost = trained.last + 1 - first
+                kept = max(-_YEAR, trained.kept(lost) // _MILLISECOND)
+            self._resumed = Resumed(
+                (imported - since) // _MILLISECOND, (stepped - imported) // _MILLISECOND, lost, kept
+            )
+        return self._resumed
 
     def has_saved(self) -> bool:
         """Whether a local rank has saved since the last call."""
@@ -218,7 +251,7 @@ class _Pace:
             if before is not None and steps > before[0]:
                 # Another rank may be the slowest now, and may have finished its step earlier.
                 took = max(0, ended - before[1])
-                self._milliseconds = took // (steps - before[0]) // 1_000_000
+                self._milliseconds = took // (steps - before[0]) // _MILLISECOND
         return self._milliseconds
 
 
@@ -250,10 +283,13 @@ class Slot:
         self._words[self._slot + _RANK] = min(max(0, rank), _MOST_STEPS)
         self._words[self._slot + _STACKS] = stacks.offer()
 
-    def step(self, number: int) -> bool:
-        """As `rdzv_plugins.step`."""
+    def step(self, number: int, ended: int = 0) -> bool:
+        """As `rdzv_plugins.step`; ``ended``: on the monotonic clock, in ns; 0: now."""
         words, slot = self._words, self._slot
-        words[slot + _ENDED] = time.monotonic_ns()
+        words[slot + _ENDED] = ended = ended or time.monotonic_ns()
+        if not words[slot]:
+            words[slot + _FIRST], words[slot + _FIRST_ENDED] = number, ended
+            words[slot + _IMPORTED] = rdzv_plugins._imported
         words[slot] = number + 1
         if (latest := words[_LATEST]) != self._passed:
             self._meet(number, latest)

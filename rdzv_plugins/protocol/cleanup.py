@@ -38,7 +38,7 @@ from rdzv_plugins.protocol.effects import (
 )
 from rdzv_plugins.protocol.own_rank import with_rank
 from rdzv_plugins.protocol.roster import apart, known_ranks
-from rdzv_plugins.protocol.round_record import Durations, record_of
+from rdzv_plugins.protocol.round_record import record_of
 from rdzv_plugins.protocol.rules import INLINE
 
 _TOMBSTONE_ATTEMPTS = 3
@@ -182,20 +182,16 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
 
 def tidy_up(
     runs: RoundDocument,
-    before: RoundDocument | None,
-    seconds: Durations,
     records: Mapping[str, NodeRecord],
     is_lost: Callable[[str], bool],
     outdated: Iterable[str],
 ) -> Effects[None]:
-    """Note the round that runs, and delete the c10d stores and records of earlier rounds.
+    """Delete the c10d stores and records of earlier rounds.
 
     Args:
         runs: the round; only its leader tidies up.
-        before: the round before it, if this node was in that round.
         outdated: the keys of shards of earlier documents.
     """
-    yield from RecordHistory(record_of(runs, records, before, seconds))
     yield from DropStores(runs.incarnation, runs.round)
     dead = [
         node

@@ -39,7 +39,7 @@ from rdzv_plugins.kv.gate import (
     refuse_size,
 )
 from rdzv_plugins.kv.sealed import NO_SECRET_HERE, is_sealed
-from rdzv_plugins.protocol.progress import Doing
+from rdzv_plugins.protocol.progress import Doing, Resumed
 
 T = TypeVar("T")
 
@@ -68,6 +68,7 @@ _SHORT = {
     "world_id": "world",
     "found": "net",
     "step": "n",
+    "resumed": "go",
 }
 
 # A cause keeps _NAMES_KEPT names; a sentence shows _NAMES_SHOWN of them.
@@ -662,6 +663,7 @@ class NodeRecord(
         step: the last step of its slowest worker, the milliseconds of a step (0: unknown), and the
             global rank of that worker; None: not every worker has called ``step()`` in this round.
         stall: milliseconds since that step, and a `progress.Doing`; None: this is not long.
+        resumed: how its workers came to train in this round; told in the first heartbeats only.
         last_call: of a leader: the round that forms, and when its last call ends, by the leader's
             wall clock; for people alone. None: none runs, or it has just begun.
         at: when it wrote this, by its wall clock, in seconds since the epoch; for people alone. 0:
@@ -700,6 +702,7 @@ class NodeRecord(
     answer: tuple[Count, Count] | None = None
     saved: Count = 0
     last_call: tuple[Count, Clock] | None = None
+    resumed: Resumed | None = None
     schema: Literal[2] = 2
     # Last, because they change with each heartbeat and a store may send only the end of a value.
     slow: Count = 0

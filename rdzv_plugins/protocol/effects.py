@@ -223,9 +223,14 @@ def after_conflict(conflicts: int) -> Effects[None]:
 
 
 class RecordHistory(Effect[None], frozen=True):
-    """Note a round, or the end of the run, in the run's history, for people."""
+    """Note a round, or the end of the run, in the run's history, for people.
+
+    ``at``: when it was so, in seconds since the epoch on this host's clock; None: now. A second
+    record of a round replaces the first.
+    """
 
     record: RoundRecord
+    at: float | None = None
 
 
 class Register(Effect[None], frozen=True):

@@ -20,6 +20,8 @@ from rdzv_plugins.protocol.stalls import stall_of
 _SLOW = 50
 # An accused node beats _ANSWERS times within `Rules.answer`, for _ANSWERS_FOR times `Rules.answer`.
 _ANSWERS, _ANSWERS_FOR = 3, 4
+# So many heartbeats of a round tell its `NodeRecord.resumed`: the leader notes it once.
+_RESUMED_TOLD = 12
 
 
 class Heartbeat:
@@ -39,6 +41,8 @@ class Heartbeat:
         self._answers_until = -math.inf
         # When a step may have stood still for `Rules.step_timeout`.
         self._stalls_at = math.inf
+        # How many heartbeats have told `NodeRecord.resumed` in this round.
+        self._resumed_told = 0
 
     @property
     def seconds_left(self) -> float:
@@ -97,12 +101,15 @@ class Heartbeat:
 
     def _write(self, last_call: tuple[int, int] | None) -> Effects[None]:
         progress = self._workers.progress() if self.record.status is Status.RUN else None
+        resumed = progress.resumed if progress else None
+        self._resumed_told = self._resumed_told + 1 if resumed else 0
         slow = int(1000 * max(*self._took, self._seen.delays.overslept))
         self.amend(
             beat=self.record.beat + 1,
             looks=self._seen.looks,
             step=(progress.step, progress.milliseconds, progress.rank) if progress else None,
             stall=stall_of(progress, self._rules),
+            resumed=resumed if self._resumed_told <= _RESUMED_TOLD else None,
             slow=slow if slow >= _SLOW else 0,
             # For people alone.
             at=int(self._own.wall()),

@@ -198,6 +198,7 @@ class Join:
             answer=None,
             saved=0,
             step=None,
+            resumed=None,
             unfit="",
             suspect=self.suspect,
         )

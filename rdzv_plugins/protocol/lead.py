@@ -10,11 +10,19 @@ from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError, Ver
 from rdzv_plugins.protocol.accusations import lost_by_accusation
 from rdzv_plugins.protocol.cleanup import tidy_up
 from rdzv_plugins.protocol.documents import BELL_KEY, Exclusion, Phase, RoundDocument
-from rdzv_plugins.protocol.effects import Effects, Expire, Park, PutShards, ReadExclusions, Tell
+from rdzv_plugins.protocol.effects import (
+    Effects,
+    Expire,
+    Park,
+    PutShards,
+    ReadExclusions,
+    RecordHistory,
+    Tell,
+)
 from rdzv_plugins.protocol.heartbeat import Heartbeat
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.policies.growth import last_call_seconds
-from rdzv_plugins.protocol.round_record import Durations
+from rdzv_plugins.protocol.round_record import Durations, RoundRecord, record_of, with_first_step
 from rdzv_plugins.protocol.rules import Own
 
 # After this long without a bell, the leader reads the exclusions and publishes the time
@@ -37,6 +45,8 @@ class Lead:
         self._bell: Version | None = None
         # The round to tidy up after, the round before it, and the seconds that it took to form.
         self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
+        # The round whose first step is to be noted, what was noted of the round, and when.
+        self._stepless: tuple[RoundDocument, RoundRecord, float] | None = None
         # The seconds until the loss was noticed, and then until the participants were named.
         self._noticed = 0.0
         self._gathered = Durations()
@@ -104,9 +114,12 @@ class Lead:
             yield from Expire(self._rules.abandoned)
 
     def tidy_up(self) -> Effects[bool]:
-        """Tidy up after a round once its agents are released; returns whether there was one."""
+        """Note a round, and tidy up after it, once its agents are released; then its first step.
+
+        Returns whether there was something to do.
+        """
         if self._untidy is None:
-            return False
+            return (yield from self._note_first_step())
         (released, before, took), self._untidy = self._untidy, None
         records = self._seen.records or {}
         outdated = self._seen.shards.take_outdated()
@@ -115,7 +128,25 @@ class Lead:
         def is_lost(node: str) -> bool:
             return node in gone or self._seen.is_lost(node)
 
-        yield from tidy_up(released, before, took, records, is_lost, outdated)
+        record, at = record_of(released, records, before, took), self._own.wall()
+        self._stepless = released, record, at
+        yield from RecordHistory(record, at)
+        yield from tidy_up(released, records, is_lost, outdated)
+        return True
+
+    def _note_first_step(self) -> Effects[bool]:
+        """Note the first step of the round that runs, once all ranks have finished it."""
+        if self._stepless is None:
+            return False
+        document, record, at = self._stepless
+        if self._seen.document is None or self._seen.document.place != document.place:
+            self._stepless = None
+            return False
+        whole = with_first_step(record, document, self._seen.records or {})
+        if whole is None:
+            return False
+        self._stepless = None
+        yield from RecordHistory(whole, at)
         return True
 
     def renew(self) -> Effects[bool]:

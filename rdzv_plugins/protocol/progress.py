@@ -3,9 +3,46 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
+
+# As in `kv.gate`, whose import would make a worker's first step longer.
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+_Difference = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+
+
+class Resumed(msgspec.Struct, frozen=True, array_like=True):
+    """How the workers of a node came to train in a round; all times are in milliseconds.
+
+    Attributes:
+        started: from the moment that their agent had the round until they imported this package.
+        first_step: from then until each of them had finished a step.
+        lost: how many steps they repeat; less than 0: they skip steps. None: not known, because no
+            worker of their agent has trained before.
+        kept: from the first step of the round in which they trained before to the last step that
+            they do not repeat; less than 0: they also repeat steps of earlier rounds.
+    """
+
+    started: _Count
+    first_step: _Count
+    lost: _Difference | None = None
+    kept: _Difference = 0
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """The steps of a round, ``first`` to ``last``, which ended at ``began`` and ``ended``."""
+
+    first: int
+    last: int
+    began: int
+    ended: int
+
+    def kept(self, lost: int) -> int:
+        """For how long it trained without the last ``lost`` steps."""
+        steps = self.last - self.first
+        return (self.ended - self.began) * min(steps, steps - lost) // steps if steps > 0 else 0
 
 
 class Doing(IntEnum):
@@ -28,6 +65,7 @@ class Progress(msgspec.Struct, frozen=True):
         milliseconds: how long its last steps took on average; 0: unknown, or less than one.
         saved: the last step that every local rank has saved, plus 1; 0: none.
         stood: milliseconds since the last step of the slowest worker; 0 if it has ended.
+        resumed: how this round's training began.
     """
 
     step: int
@@ -37,6 +75,7 @@ class Progress(msgspec.Struct, frozen=True):
     saved: int = 0
     stood: int = 0
     doing: Doing = Doing.OWN_CODE
+    resumed: Resumed | None = None
 
 
 class Workers(Protocol):

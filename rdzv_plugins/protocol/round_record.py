@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from rdzv_plugins.kv.gate import Count, Id, Key, Lasted, Nodes, Seconds, Text, plain
 from rdzv_plugins.protocol.documents import Names, NodeRecord, Outcome, Phase, RoundDocument
@@ -27,12 +28,17 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
         gathering: until its participants had joined, with the last call.
         last_call: how much of that the leader waited for more nodes than the minimum.
         confirming: from then until each participant had confirmed its rank.
+        started: from then until all workers had imported this package. None: not told, because a
+            worker has not called ``step()``.
+        first_step: from then until every rank had finished a step. None: as ``started``.
     """
 
     noticed: Lasted = 0.0
     gathering: Lasted = 0.0
     last_call: Lasted = 0.0
     confirming: Lasted = 0.0
+    started: Lasted | None = None
+    first_step: Lasted | None = None
 
     @property
     def total(self) -> float:
@@ -40,16 +46,19 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase of a restart, in order: what the agents wait for.
+        """Seconds of each phase of a restart that is known, in order.
 
         In ``stopped`` the participants, or the minimum of them, stop their workers and ask again.
         """
-        return {
+        phases = {
             "noticed": self.noticed,
             "stopped": max(0.0, self.gathering - self.last_call),
             "last_call": self.last_call,
             "formed": self.confirming,
+            "started": self.started,
+            "first_step": self.first_step,
         }
+        return {name: it for name, it in phases.items() if it is not None}
 
     def __str__(self) -> str:
         """The sum of the phases, and the phases that people notice."""
@@ -84,6 +93,9 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         phase: running; forming for a run that has had no round; closed at the end.
         nodes: how many participants; ``members`` are the first of them, in rank order.
         kept: of a run that ended: for how many more seconds its id is taken.
+        lost_steps: how many steps the round repeats. None: not known, as of the first round.
+        trained: seconds from the first step of the round before to the last that is not repeated;
+            less than 0: steps of earlier rounds are repeated too.
     """
 
     incarnation: Key
@@ -105,6 +117,8 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     excluded: Members = ()
     outcome: Outcome | None = None
     kept: Seconds | None = None
+    lost_steps: Count | None = None
+    trained: Annotated[float, Meta(ge=-1e9, le=1e9)] = 0.0
 
 
 def record_of(
@@ -130,7 +144,7 @@ def record_of(
 
     first = document.participants[:_MEMBERS_KEPT]
     leader = records.get(document.leader) if document.leader is not None else None
-    return RoundRecord(
+    record = RoundRecord(
         incarnation=document.incarnation,
         round=document.round,
         phase=document.phase,
@@ -141,7 +155,33 @@ def record_of(
         members=tuple(_participants(first, records)),
         outcome=document.outcome,
         kept=kept,
-        **{cause: members(getattr(document.cause, cause)) for cause in CAUSES},
+    )
+    return replace(record, **{it: members(getattr(document.cause, it)) for it in CAUSES})
+
+
+def with_first_step(
+    record: RoundRecord, document: RoundDocument, records: Mapping[str, NodeRecord]
+) -> RoundRecord | None:
+    """The record of a round once every rank has finished a step; None: a rank has not."""
+    told = []
+    for node in document.ranks:
+        it = records.get(node)
+        if it is None or it.world_id != document.world_id or it.resumed is None:
+            return None
+        told.append(it.resumed)
+    started = max(it.started for it in told)
+    whole = max(it.started + it.first_step for it in told)
+    took = replace(
+        record.seconds or Durations(), started=started / 1000, first_step=(whole - started) / 1000
+    )
+    # A node that was not in the round before knows only an earlier step.
+    known = [(it.lost, it.kept) for it in told if it.lost is not None]
+    lost, kept = max(known, default=(None, 0))
+    return replace(
+        record,
+        seconds=took,
+        lost_steps=max(0, lost) if lost is not None else None,
+        trained=kept / 1000,
     )
 
 

@@ -18,8 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rdzv_plugins
-
 if TYPE_CHECKING:
     import torch
 
@@ -82,6 +80,9 @@ def main() -> None:
 
 def _train(options: argparse.Namespace, journal: Journal) -> None:
     import torch
+
+    # Here, because the phase "started" of a restart ends with it: torch is imported by then.
+    import rdzv_plugins
 
     # Not torch.optim: its first step imports more of torch, which takes two seconds.
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from rdzv_plugins.observe.history import Row
 from tests import Measure
 from tests.fleet.agents import RDZV_RUN, TORCHRUN, World
 from tests.integration.stores import RunningStore
@@ -118,3 +120,30 @@ def test_a_hang_ends_the_round_and_names_the_rank(
     assert [name for name in "abc" if told in logs[name]] == ["b"]
     assert ", line" in logs["b"].partition(told)[2]
     assert all("no step for" in logs[name] for name in "abc")
+
+
+def test_a_restart_tells_where_its_time_went_and_what_it_lost(
+    begin: Begin, store: RunningStore, record_property: Measure
+) -> None:
+    run, before = begun(begin, "abc")
+    killed = run.agents["c"].kill()
+    after = run.await_world("ab", after=killed, timeout=60)
+    taken = max(after.stepped.values()) - killed
+
+    def told() -> Row | None:
+        row = run.archive.rows()[-1]
+        return row if row.nodes == 2 and row.trains_since is not None else None
+
+    row = run.await_that(told, "the first step in the run's history", 30)
+    assert row is not None
+    assert row.seconds is not None
+    record_property("phases", f"{row.took}; measured: {taken:.2f} s")
+    assert [*row.seconds.phases][-2:] == ["started", "first_step"]
+    assert sum(row.seconds.phases.values()) == pytest.approx(taken, abs=0.5 * taken)
+    # Nobody has saved; a rank may have finished one step more than another.
+    assert row.lost_steps in (before.last_step - 1, before.last_step)
+    assert row.trained == pytest.approx(0, abs=0.5)
+    found = json.loads(rdzv(run, store, "status", "--json"))
+    assert 0 < found["goodput"] < 1
+    assert f"; {row.lost_steps} steps lost" in rdzv(run, store, "history")
+    assert "\ngoodput " in rdzv(run, store, "status")

@@ -282,7 +282,7 @@ def test_a_mutant_that_raises_an_error_is_not_caught(monkeypatch: pytest.MonkeyP
     """Only an invariant catches one: else a wrong call in a mutant would pass for its fault."""
 
     def wrong(patch: Patch) -> None:
-        patch(growth, "last_call", lambda last_call, rules: 0.0)
+        patch(growth, "last_call_seconds", lambda last_call, rules: 0.0)
 
     monkeypatch.setitem(MUTANTS, "wrong", Mutant("nothing", wrong))
     with pytest.raises(TypeError), broken("wrong"):

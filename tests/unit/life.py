@@ -19,6 +19,7 @@ from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import STATE_KEY, NodeRecord, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
+from rdzv_plugins.protocol.progress import NoSteps, Progress
 from rdzv_plugins.protocol.rules import Rules
 
 NAMESPACE = "run"
@@ -31,10 +32,20 @@ class Time:
         return self.now
 
 
+class Reports(NoSteps):
+    """Workers whose steps a test tells: ``found``."""
+
+    found: Progress | None = None
+
+    def progress(self) -> Progress | None:
+        return self.found
+
+
 class Life:
     """Drives one node by hand, over the in-memory store.
 
     Attributes:
+        workers: the workers of this node.
         down: the store is away for this node, or fails with ``error``.
         fails: which requests fail besides.
         told, said: the lines of its log: warnings, and others.
@@ -75,7 +86,9 @@ class Life:
             port=4711 if rules.network_check else 0,
             link=4711 if rules.answer is not None else 0,
         )  # fmt: skip
-        self.node = Node(name, record, rules, 60.0, time, random.Random(seed), wall=time)
+        self.workers = Reports()
+        chance = random.Random(seed)
+        self.node = Node(name, record, rules, 60.0, time, chance, time, self.workers)
         self.node.orders.join()
         self.life = self.node.run()
         self.request: effects.Effect[Any] = next(self.life)

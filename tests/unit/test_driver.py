@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from msgspec.structs import replace
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from rdzv_plugins.kv import (
@@ -26,7 +27,7 @@ from rdzv_plugins.kv import (
     RendezvousStateError,
 )
 from rdzv_plugins.kv.findings import Finding, Mark
-from rdzv_plugins.observe.history import Archive
+from rdzv_plugins.observe.history import Archive, Listed, list_runs
 from rdzv_plugins.process.driver import Driver, carry_out, watched
 from rdzv_plugins.protocol import decide, effects, rounds, rules, situation
 from rdzv_plugins.protocol.contact import Standing
@@ -319,6 +320,23 @@ def test_a_store_that_may_lose_the_run_or_the_password_is_told_of_once(
         "run 'test': memory: eviction: allkeys-lru; set noeviction",
         "run 'test': memory: TLS: plain",
     ]
+
+
+def test_a_second_record_of_a_round_replaces_the_first_at_the_same_time() -> None:
+    """Readers of the list of runs see that there is something new."""
+    server = MemoryServer()
+    driver = make_driver(MemoryClient(server, "run"))
+    listed: list[Listed] = []
+    for steps in (None, 40):
+        again = replace(record_of(RUNNING, {}), lost_steps=steps)
+        with pytest.raises(StopIteration):
+            driver._drive(scripted([effects.RecordHistory(again, 1000.0)], []))
+        driver._note()
+        (row,) = driver._archive.rows()
+        assert (row.at, row.lost_steps) == ("1970-01-01T00:16:40.000+00:00", steps)
+        listed += list_runs(driver._archive._open).values()
+        time.sleep(0.002)  # Times in the list are in milliseconds.
+    assert listed[0] != listed[1]
 
 
 def test_a_pause_is_no_longer_for_the_history_that_is_written_in_it(

@@ -15,7 +15,7 @@ import rdzv_plugins
 from rdzv_plugins.process import stacks, steps
 from rdzv_plugins.process.steps import Slot, Steps, UndecidedError
 from rdzv_plugins.process.worker import VARIABLE, CurrentRound, hand_down
-from rdzv_plugins.protocol.progress import Doing
+from rdzv_plugins.protocol.progress import Doing, Resumed
 from rdzv_plugins.testing.threads import Background
 
 pytestmark = pytest.mark.rule("checkpoint")
@@ -156,6 +156,51 @@ class TestProgress:
         assert (found := agent.progress()) is not None
         assert (found.rank, found.doing) == (5, Doing.NO_ANSWER)
         assert agent.slowest() == (5, "woken")
+
+
+class TestResumed:
+    def test_a_round_tells_how_its_training_began_and_what_it_repeats(
+        self, agent: Steps, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = 0.0
+        monkeypatch.setattr(time, "monotonic_ns", lambda: int(now * 10**9))
+
+        def train(began: float, imported: float, first: int, stepped: float) -> list[Slot]:
+            nonlocal now
+            now = began
+            both = slots(agent, 2, f"{began}-a")
+            monkeypatch.setattr(rdzv_plugins, "_imported", int(imported * 10**9))
+            now = stepped
+            both[0].step(first)
+            now = stepped + 0.1
+            both[1].step(first)
+            return both
+
+        both = train(began=10, imported=12, first=5, stepped=15)
+        assert (found := agent.progress()) is not None
+        assert found.resumed == Resumed(started=2000, first_step=3100)
+        now = 35.0
+        for slot in both:
+            slot.step(25)
+        agent.end()
+        # A worker that never finishes a step is in a round that trains nothing.
+        slots(agent, 2, "dies")[0].step(16)
+        agent.end()
+        # A standby may have imported the package before the round.
+        train(began=50, imported=45, first=16, stepped=51)
+        assert (found := agent.progress()) is not None
+        assert found.resumed == Resumed(started=0, first_step=1100, lost=10, kept=10_000)
+        agent.end()
+        # Other nodes must be able to read the record, whatever the script counts.
+        train(began=70, imported=45, first=2**50, stepped=71)
+        assert (found := agent.progress()) is not None
+        assert found.resumed == Resumed(0, 1100, 17 - 2**50, 0)
+        agent.end()
+        train(began=80, imported=45, first=-7, stepped=81)
+        agent.end()
+        train(began=90, imported=45, first=2, stepped=91)
+        assert (found := agent.progress()) is not None
+        assert found.resumed == Resumed(0, 1100, 2**50 - 1, 0)
 
 
 class TestProposals:
