@@ -269,7 +269,9 @@ class Fleet:
             fresh += [Event(**json.loads(line)) for line in whole.splitlines()]
         for event in sorted(fresh, key=lambda event: event.at):
             self.events.append(event)
-            if event.master not in self._worlds:
+            known = self._worlds.get(event.master)
+            # In many rounds a port comes again.
+            if known is None or (event.event == "begin" and event.rank in known.began):
                 self._worlds[event.master] = World(event.master, event.world_size)
             self._worlds[event.master].note(event)
 
