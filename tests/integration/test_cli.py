@@ -112,11 +112,14 @@ def test_help_names_all_stores() -> None:
     ("command", "lines"),
     {
         "list": ("the store: redis", "where the store is", "unknown; may be given more than once"),
-        "status": ("until the run is so: running, forming, absent, dead, closed", "write JSON"),
+        "status": ("wait until the run is: running, forming, absent, dead, closed", "write JSON"),
         "excluded": ("-i or $RDZV_ID may name it instead", "all runs under the prefix"),
-        "clean": ("all dead runs under the prefix instead of one", "even if nodes live"),
+        "clean": ("all dead runs under the prefix instead of one", "even if nodes are alive"),
         "check": ("write JSON, which rdzv docs check describes",),
-        "exporter": ("port to listen at; 0: a free one", "one that others reach needs a token"),
+        "exporter": (
+            "port to listen at; 0: a free one",
+            "if other hosts can reach it, a token is needed",
+        ),
     }.items(),
 )
 def test_the_help_says_what_each_option_is(command: str, lines: tuple[str, ...]) -> None:
