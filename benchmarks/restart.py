@@ -31,8 +31,7 @@ from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.stores import open_client
 from tests import servers
 from tests.fleet.agents import RDZV_RUN, TORCHRUN, Fleet
-from tests.integration.hosts import PROGRAM, Host, Network
-from tests.integration.namespaces import in_namespaces
+from tests.integration.hosts import PROGRAM, Host, Network, in_namespaces
 
 __all__ = [
     "NODES",

@@ -20,7 +20,7 @@ from tests.faults import checks
 from tests.faults.page import keep
 from tests.faults.site import INTERVAL, LEASE, Site
 from tests.faults.table import STORES, Plan, draw
-from tests.integration.namespaces import in_namespaces
+from tests.integration.hosts import in_namespaces
 
 _INSIDE = "RDZV_FAULTS_INSIDE"
 _FIRST_MINUTE = 60.0

@@ -17,7 +17,7 @@ from tests.faults.page import DOCS, page
 from tests.faults.table import FAULTS, STORES, draw
 from tests.faults.training import START, after
 from tests.faults.wire import EVERYBODY, Weather
-from tests.integration.namespaces import in_namespaces
+from tests.integration.hosts import in_namespaces
 
 NODES = ("10.1.0.1", "10.1.0.2", "10.1.0.3")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import contains
 from typing import Any, TypeVar
 
@@ -15,11 +15,21 @@ from rdzv_plugins.observe.history import Archive, Row
 from rdzv_plugins.process.factory import create_handler
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol import words
-from rdzv_plugins.protocol.documents import STATE_KEY
+from rdzv_plugins.protocol.documents import NODES_PREFIX, STATE_KEY, NodeRecord
 from rdzv_plugins.testing import harness
 from tests.integration.stores import RunningStore
 
-__all__ = ["QUICK", "Agent", "Run", "crash", "exchange_roles", "one_world", "until"]
+__all__ = [
+    "QUICK",
+    "Agent",
+    "Run",
+    "Watch",
+    "await_beats",
+    "crash",
+    "exchange_roles",
+    "one_world",
+    "until",
+]
 
 # Long enough for a busy machine to beat three times in, short enough to wait for.
 QUICK = {
@@ -196,3 +206,53 @@ class _OneWorld:
     def __str__(self) -> str:
         """Where each agent and its node stand, for a test that waited in vain."""
         return "".join(f"\n{agent}" for agent in self.agents)
+
+
+@dataclass
+class Watch:
+    """What agents are told of others that wait, at every moment while the watch is on."""
+
+    agents: list[Agent]
+    seen: list[int] = field(default_factory=list)
+    asked: int = 0
+
+    def __enter__(self) -> Watch:
+        self._quit = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="test-watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._quit.set()
+        self._thread.join(5)
+
+    def _ask(self) -> None:
+        while not self._quit.wait(0.01):
+            counts = [agent.handler.num_nodes_waiting() for agent in self.agents]
+            self.seen += [count for count in counts if count]
+            self.asked += 1
+
+
+def await_beats(store: RunningStore, run_id: str, nodes: int, seconds: float) -> None:
+    """Wait until that many nodes have each written another beat into the store.
+
+    What a server did not know that took over from another, they must have written again by then.
+    """
+    client = store.open(run_id, request_timeout=seconds)
+    try:
+        until(lambda: len(_beats(client)) == nodes, seconds)
+        old = _beats(client)
+
+        def beaten() -> bool:
+            # All of them: a server that knows of nobody yet has heard no beat.
+            now = _beats(client)
+            return all(now.get(node, 0) > beat for node, beat in old.items())
+
+        until(beaten, seconds)
+    finally:
+        client.close()
+
+
+def _beats(client: KeyValueClient) -> dict[str, int]:
+    records = client.list(NODES_PREFIX)
+    return {key: NodeRecord.decode(entry.value).beat for key, entry in records.items()}

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rdzv_plugins.protocol.documents import Status
+from tests.integration.hosts import bring_up_loopback
 from tests.integration.jobs import Job
-from tests.integration.namespaces import bring_up_loopback
 from tests.integration.stores import KINDS, RunningStore, started
 
 # For documentation (RFC 5737). It sorts after loopback: it is not rank 0, which opens a TCPStore.

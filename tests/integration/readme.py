@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rdzv_plugins.testing.harness import until
-from tests.integration.namespaces import bring_up_loopback
+from tests.integration.hosts import bring_up_loopback
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 # To which the README leads a reader whose job trains, or who has no server.

@@ -28,7 +28,7 @@ from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing.proxy import Proxy
 from rdzv_plugins.testing.threads import Background, together
 from tests import servers
-from tests.integration.namespaces import bring_up_loopback
+from tests.integration.hosts import bring_up_loopback
 
 _DNS = "127.53.0.1"
 # No /etc/hosts has it.

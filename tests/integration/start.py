@@ -31,7 +31,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 from rdzv_plugins.testing.harness import until
-from tests.integration.namespaces import bring_up_loopback
+from tests.integration.hosts import bring_up_loopback
 from tests.integration.readme import PATIENCE, Terminal
 from tests.servers.process import find_file
 

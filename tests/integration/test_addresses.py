@@ -10,7 +10,7 @@ import pytest
 
 from rdzv_plugins.torch.master_store import TAKES_SOCKETS
 from tests import Measure
-from tests.integration import namespaces
+from tests.integration import hosts
 from tests.integration.stores import KINDS, absent
 
 pytestmark = pytest.mark.timeout(240)
@@ -21,7 +21,7 @@ soak = pytest.mark.soak
 def play(scenario: str, *arguments: str) -> Any:
     if shutil.which("ip") is None:
         absent("ip is not installed")
-    return namespaces.play("tests.integration.addressed", scenario, *arguments, seconds=200)
+    return hosts.play("tests.integration.addressed", scenario, *arguments, seconds=200)
 
 
 def only(lines: list[str], *words: str) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.events.api import NodeState, RdzvEvent
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore
 
-_RECORDED = ("-m", "tests.integration.recorded")
+_RECORDED = ("-m", "tests.integration.launchers", "recorded", "torchrun")
 
 HANDLER = "dynamic_rendezvous.py:DynamicRendezvousHandler."
 

@@ -28,10 +28,10 @@ from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
+from tests.integration.agents import await_beats
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore
 from tests.integration.test_dashboard import record, write_run
-from tests.integration.watch import await_beats
 
 Scrape = dict[tuple[str, ...], float]
 

@@ -20,10 +20,9 @@ from kazoo.client import KazooClient
 from rdzv_plugins.kv import RendezvousConnectionError
 from tests import Measure
 from tests.integration import topologies
-from tests.integration.agents import QUICK, Run, one_world, until
+from tests.integration.agents import QUICK, Run, Watch, await_beats, one_world, until
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.integration.torchrun import Begin
-from tests.integration.watch import Watch, await_beats
 from tests.servers import Security, ServerProcess
 from tests.servers.etcd import Etcd
 from tests.servers.http import ask

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import Measure
-from tests.integration import namespaces
+from tests.integration import hosts
 from tests.integration.stores import absent
 
 pytestmark = pytest.mark.timeout(240)
@@ -28,7 +28,7 @@ every_way = pytest.mark.parametrize(
 def play(scenario: str, store: str, by: str) -> Any:
     if shutil.which("ip") is None:
         absent("ip is not installed")
-    return namespaces.play("tests.integration.named", scenario, store, by, seconds=200)
+    return hosts.play("tests.integration.named", scenario, store, by, seconds=200)
 
 
 @every_way

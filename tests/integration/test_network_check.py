@@ -9,7 +9,7 @@ import pytest
 
 from tests import Measure
 from tests.integration.cut_off import SWALLOWED
-from tests.integration.namespaces import play
+from tests.integration.hosts import play
 from tests.integration.stores import KINDS, RunningStore, absent, every_store
 from tests.integration.torchrun import Begin
 

@@ -25,10 +25,9 @@ from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import Background
 from tests import Measure
 from tests.integration import agents
-from tests.integration.agents import Run, one_world
+from tests.integration.agents import Run, Watch, await_beats, one_world
 from tests.integration.certificates import Certificates
 from tests.integration.stores import KINDS, RunningStore, role_of_postgres, started
-from tests.integration.watch import Watch, await_beats
 from tests.servers import LocalServer, Security, ServerError, start
 from tests.servers.postgres import Postgres
 

@@ -14,7 +14,7 @@ import pytest
 
 from rdzv_plugins.observe.history import list_runs
 from tests import Measure
-from tests.integration.namespaces import in_namespaces
+from tests.integration.hosts import in_namespaces
 from tests.integration.readme import (
     CLEAN,
     LOCAL_ADDR,

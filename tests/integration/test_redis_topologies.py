@@ -16,10 +16,9 @@ from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.testing.harness import SLACK
 from tests import Measure
 from tests.integration import topologies
-from tests.integration.agents import QUICK, Run, one_world, until
+from tests.integration.agents import QUICK, Run, Watch, await_beats, one_world, until
 from tests.integration.stores import RunningStore
 from tests.integration.topologies import Topology
-from tests.integration.watch import Watch, await_beats
 from tests.servers.process import HOST, free_ports
 
 LEASE = 3 * float(QUICK["keep_alive_interval"])

@@ -27,7 +27,7 @@ from tests import Measure
 from tests.fleet.agents import RDZV_RUN, TORCHRUN
 from tests.integration import forked
 from tests.integration.forked import Forked, is_forkable
-from tests.integration.namespaces import as_pid_1
+from tests.integration.hosts import as_pid_1
 from tests.integration.stores import KINDS, RunningStore, running
 from tests.integration.torchrun import LEASE, Begin, Pause, Run, runs
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests import Measure
-from tests.integration import namespaces
+from tests.integration import hosts
 from tests.integration.silent_dns import INTERVAL, REQUEST_TIMEOUT, RESOLVER_SECONDS
 
 
 def play(scenario: str, handler: str, amount: float) -> Any:
     # A mount namespace has its own /etc/resolv.conf, a network namespace a port 53 to listen at.
-    return namespaces.play("tests.integration.silent_dns", scenario, handler, str(amount))
+    return hosts.play("tests.integration.silent_dns", scenario, handler, str(amount))
 
 
 def test_no_round_asks_dns_and_none_is_lost(record_property: Measure) -> None:

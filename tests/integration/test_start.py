@@ -17,7 +17,7 @@ import pytest
 from rdzv_plugins.stores import STORES, _dynamodb_table, dynamodb, s3
 from rdzv_plugins.stores import redis as redis_store
 from tests import Measure, servers
-from tests.integration.namespaces import in_namespaces
+from tests.integration.hosts import in_namespaces
 from tests.integration.start import FOLDER, TRAIN, blocks, path
 from tests.integration.stores import absent
 

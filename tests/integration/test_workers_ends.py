@@ -208,7 +208,7 @@ def test_rank_0_that_is_done_keeps_master_until_the_other_is(
     store: RunningStore, tmp_path: Path, launcher: str, other: str
 ) -> None:
     """Longer than torch's exit barrier waits: here a second."""
-    impatient = ("-m", "tests.integration.impatient", launcher)
+    impatient = ("-m", "tests.integration.launchers", "impatient", launcher)
     with closing(Job(tmp_path, store, nodes="2:2", launcher=impatient)) as job:
         job.begin("ab")
         job.finish("a")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import servers
-from tests.integration.namespaces import bring_up_loopback
+from tests.integration.hosts import bring_up_loopback
 from tests.recipes.slurm import Cluster
 
 # Without scripts/test-recipes there are neither the packages nor namespaces of our own.

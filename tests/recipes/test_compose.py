@@ -14,7 +14,7 @@ import pytest
 
 from rdzv_plugins.testing.harness import until
 from tests import Measure
-from tests.integration.namespaces import bring_up_loopback
+from tests.integration.hosts import bring_up_loopback
 from tests.recipes.docker import Engine, mounts
 from tests.recipes.pages import block, take
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests import Measure, servers
-from tests.integration.namespaces import bring_up_loopback
+from tests.integration.hosts import bring_up_loopback
 from tests.recipes.pages import ROOT, lose_one, page, shorten
 
 EXAMPLES = ROOT / "examples"

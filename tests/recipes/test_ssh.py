@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rdzv_plugins.testing.harness import until
-from tests.integration.namespaces import bring_up_loopback
+from tests.integration.hosts import bring_up_loopback
 from tests.integration.readme import seen
 from tests.recipes.pages import Node, block, descendants, kill, shorten, take
 
