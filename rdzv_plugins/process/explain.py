@@ -17,7 +17,6 @@ from rdzv_plugins.protocol.documents import (
     NOBODY,
     NODES_PREFIX,
     Names,
-    NodeRecord,
     Outcome,
     RoundDocument,
     Status,
@@ -117,7 +116,9 @@ class Refusal:
             with suppress(RendezvousConnectionError, RendezvousStateError):
                 read = {key: readable(it) for key, it in self._client.list(NODES_PREFIX).items()}
                 records = {key: it for key, it in read.items() if it is not None}
-                working = at_work(ended, records, lambda it: seems_silent(records[it]))
+                # By the clocks of two hosts, which may differ by a second.
+                ages = {key: time.time() - it.at - 1.0 for key, it in records.items()}
+                working = at_work(ended, records, lambda it: is_due(ages[it], records[it]))
                 return self._archive.free_in(ended, datetime.now(UTC), working)[1]
         return self._archive.free_now
 
@@ -146,11 +147,6 @@ class Refusal:
             here = [it for it in found if it is not None and it.world_id == document.world_id]
             return Names().plus(it.label for it in sorted(here, key=lambda it: it.rank or 0))
         return NOBODY
-
-
-def seems_silent(record: NodeRecord) -> bool:
-    """Whether a heartbeat was due by the clocks of two hosts."""
-    return is_due(time.time() - record.at - 1.0, record)
 
 
 def what_failed(error: BaseException) -> str:

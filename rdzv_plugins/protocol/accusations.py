@@ -9,7 +9,7 @@ neither. Rule: accusations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
@@ -130,22 +130,19 @@ def still_accused(
 def _accused(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, Accusation]:
     """The nodes for which there is the first sign, and that have not beaten since."""
     found: dict[str, Accusation] = {}
-    for node, beat, by in _signs(document, records):
+    signs = (
+        (node, beat, by)
+        for by, record in records.items()
+        if record.accuses and record.incarnation == document.incarnation
+        for node, beat in record.accuses
+    )
+    for node, beat, by in signs:
         record = records.get(node)
         if record is None or record.beat != beat or record.is_over or not record.link:
             continue
         if node != by and document.names(node):
             found.setdefault(node, Accusation(node, beat, records[by].label))
     return found
-
-
-def _signs(
-    document: RoundDocument, records: Mapping[str, NodeRecord]
-) -> Iterator[tuple[str, int, str]]:
-    for by, record in records.items():
-        if record.accuses and record.incarnation == document.incarnation:
-            for node, beat in record.accuses:
-                yield node, beat, by
 
 
 def _too_many(document: RoundDocument, accused: Mapping[str, object]) -> bool:

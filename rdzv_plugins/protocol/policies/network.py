@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from rdzv_plugins.protocol.documents import (
     NO_FAULTS,
-    Cause,
     Faults,
     Found,
     NodeRecord,
@@ -70,7 +69,7 @@ class Network(Policy):
         verdict = verdict_on(at.document, at.records, view.rules)
         if verdict.runs:
             return None
-        cause = naming_links(at.document.cause, verdict.failed, at.records)
+        cause = at.document.cause.plus(apart=_pairs(verdict.failed, at.records))
         found = replace(at.document, cause=cause, faults=verdict.faults)
         return Again(found, pause(verdict.faults, view.rules))
 
@@ -243,11 +242,6 @@ def able_to_host(
     others = [node for node in chosen if node not in document.faults.not_to_host]
     able = [node for node in others if records[node].hosts] or others
     return {**records, **{node: replace(records[node], hosts=node in able) for node in chosen}}
-
-
-def naming_links(cause: Cause, links: Sequence[Link], records: Mapping[str, NodeRecord]) -> Cause:
-    """The cause with the links that failed."""
-    return cause.plus(apart=_pairs(links, records))
 
 
 def _pairs(links: Sequence[Link], records: Mapping[str, NodeRecord]) -> list[str]:
