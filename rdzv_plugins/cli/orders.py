@@ -644,7 +644,6 @@ def _no_node(seen: Inspection, name: str, effect: str) -> ValueError:
 
 
 def _give(seen: Inspection, work: Effects[T]) -> T:
-    """Carry out an order to an open run."""
     from rdzv_plugins.process.driver import carry_out
 
     return carry_out(seen.client, seen.archive, work, tell=lambda _: None)

@@ -235,7 +235,7 @@ class Driver:
         missing: ExhaustedError | None = None
         while not self._stopping.is_set():
             try:
-                self._drive(watched(self._node.run(), self._watchers), missing)
+                self._drive(self._node.run(), missing)
             except Exception as error:
                 # The restarted node's first request fails with the error of an exhausted host.
                 if (missing := exhausted(error)) is None:
@@ -251,13 +251,15 @@ class Driver:
     def _drive(self, life: effects.Effects[None], failed: Exception | None = None) -> None:
         """Carry out ``life``; ``failed`` is the answer to its first request."""
         request = next(life)
-        over = False
+        over, broken = False, list[Watcher]()
         while self._node.closing or not self._stopping.is_set():
+            answer = None
             if failed is None:
                 try:
                     answer = self._perform(request)
                 except Exception as error:
                     failed = _of_the_store(error)
+            _show(self._watchers, broken, request, answer, failed)
             if failed is None:
                 self._note_success(request)
                 request = life.send(answer)
@@ -502,10 +504,12 @@ def carry_out(
     archive: Archive,
     work: Generator[effects.Effect[Any], Any, T],
     tell: Callable[[effects.Tell], None],
+    watchers: Sequence[Watcher] = (),
 ) -> T:
     """Drive ``work`` to its end in the calling thread; raises the errors of ``work``."""
     answer: Any = None
     error: Exception | None = None
+    broken: list[Watcher] = []
     while True:
         try:
             request = work.send(answer) if error is None else work.throw(error)
@@ -513,54 +517,37 @@ def carry_out(
             result: T = end.value
             return result
         answer = error = None
-        if isinstance(request, effects.Tell):
-            tell(request)
-            continue
-        if isinstance(request, effects.Rest):
-            time.sleep(request.seconds)
-            continue
         try:
-            answer = perform(client, archive, request)
+            if isinstance(request, effects.Tell):
+                tell(request)
+            elif isinstance(request, effects.Rest):
+                time.sleep(request.seconds)
+            else:
+                answer = perform(client, archive, request)
         except Exception as failure:
             error = _of_the_store(failure)
+        _show(watchers, broken, request, answer, error)
 
 
-def watched(
-    work: Generator[effects.Effect[Any], Any, T], watchers: Sequence[Watcher]
-) -> Generator[effects.Effect[Any], Any, T]:
-    """``work``, with watchers of its effects; their errors are logged and have no effect."""
-    return _watched(work, watchers) if watchers else work
-
-
-def _watched(
-    work: Generator[effects.Effect[Any], Any, T], watchers: Sequence[Watcher]
-) -> Generator[effects.Effect[Any], Any, T]:
-    answer: Any = None
-    error: Exception | None = None
-    failed: list[Watcher] = []
-    while True:
+def _show(
+    watchers: Sequence[Watcher],
+    failed: list[Watcher],
+    request: effects.Effect[Any],
+    answer: Any,
+    error: Exception | None,
+) -> None:
+    """Show an effect to watchers; the first error of each is logged, and has no effect."""
+    for watcher in watchers:
         try:
-            request = work.send(answer) if error is None else work.throw(error)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        answer = error = None
-        try:
-            answer = yield request
-        except (RendezvousConnectionError, RendezvousStateError) as failure:
-            error = failure
-        for watcher in watchers:
-            try:
-                watcher(request, answer, error)
-            except Exception as failure:
-                if is_signal(failure):
-                    raise  # A signal's exception is not the watcher's error.
-                if watcher not in failed:
-                    log.exception(
-                        "this node could not report what it does, and goes on; please report the "
-                        "error"
-                    )
-                    failed.append(watcher)
+            watcher(request, answer, error)
+        except Exception as failure:
+            if is_signal(failure):
+                raise  # A signal's exception is not the watcher's error.
+            if watcher not in failed:
+                log.exception(
+                    "this node could not report what it does, and goes on; please report the error"
+                )
+                failed.append(watcher)
 
 
 def _of_the_store(error: Exception) -> Exception:

@@ -109,7 +109,6 @@ class Refusal:
         )
 
     def _when_free(self, was_in_the_run: bool) -> str:
-        """When the id of a closed run can be used again."""
         ended = self._node.latest
         # Thousands of nodes of the run may come here at once; only newcomers ask the store.
         if ended is not None and not was_in_the_run:

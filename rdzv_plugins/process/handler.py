@@ -43,7 +43,7 @@ from rdzv_plugins.peers.addresses import is_own_ip, lacking_version
 from rdzv_plugins.peers.exchange import dial_peer, open_listener
 from rdzv_plugins.peers.links import Links
 from rdzv_plugins.peers.reach import Reach
-from rdzv_plugins.process.driver import Driver, Watcher, carry_out, watched
+from rdzv_plugins.process.driver import Driver, Watcher, carry_out
 from rdzv_plugins.process.explain import Refusal, what_failed
 from rdzv_plugins.process.fitness import Fitness
 from rdzv_plugins.process.master_servers import MasterServers
@@ -386,7 +386,6 @@ class StoreRendezvousHandler(RendezvousHandler):
         return document
 
     def _refuse(self, outcome: effects.JoinOutcome) -> None:
-        """Raise unless the join ended in a round."""
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         if outcome.document is None:
@@ -604,8 +603,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         return closed
 
     def _carry_out(self, work: effects.Effects[T]) -> T:
-        work = watched(work, self._watchers)
-        return carry_out(self._client, self._archive, work, self._log.tell)
+        return carry_out(self._client, self._archive, work, self._log.tell, self._watchers)
 
     def _leave(self, *, at_exit: bool = False) -> bool:
         """Tell the others that this node leaves, without closing the run."""
@@ -715,7 +713,6 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._gone.set()
 
     def _open_master(self, world_id: str) -> str:
-        """See `MasterServers.open`."""
         latest = self._node.latest
         before = latest.master.rpartition(":")[2] if latest and latest.master else ""
         return self._masters.open(world_id, before, for_workers=not self.use_agent_store)

@@ -336,7 +336,6 @@ class Slot:
 
 
 def _slots(words: memoryview) -> list[int]:
-    """The slots of the local ranks."""
     return [_FIRST_SLOT + _SLOT * rank for rank in range(min(words[_RANKS], _MOST_RANKS))]
 
 

@@ -150,7 +150,6 @@ class Contact:
 
     @property
     def _why(self) -> str:
-        """Why this node takes itself for lost, for people."""
         lease, limit = self._rules.lease, self._rules.outage_limit
         if self._is_refused_alone:
             return f"the store refuses it, and has accepted no heartbeat of it for {lease:g} s"

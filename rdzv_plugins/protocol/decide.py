@@ -574,7 +574,6 @@ def _judge_before_all(view: View, at: Situation) -> Action | None:
 
 
 def _judge(view: View, at: Situation, stage: Stage) -> Action | None:
-    """The verdict of policies at this stage; None: they have none."""
     verdict = policies.judged(view, at, stage)
     if not isinstance(verdict, Again):
         return verdict

@@ -175,7 +175,6 @@ class Join:
         return self._heartbeat.record.status is Status.RUN and not self.waits
 
     def _begin(self) -> None:
-        """Ask for a round."""
         orders, label, contact = self._orders, self._heartbeat.record.label, self._contact
         self.waits, self.asked_at = True, self._clock()
         self.deadline = self.asked_at + max(0.0, self._timeout - orders.waited)

@@ -359,7 +359,6 @@ class Node:
         seen.is_to_write = False
 
     def _take_up(self) -> Effects[None]:
-        """Take up orders, reports, and what links have told."""
         self._take_orders()
         if self.orders.withdraws:
             self.orders.withdraws = self._join.waits = False
@@ -509,7 +508,6 @@ class Node:
             )
 
     def _start(self, document: RoundDocument) -> Effects[None]:
-        """Give the agent its round."""
         self._join.succeed(document)
         self._contact.workers_start()
         self.neighbours.begin(document)
@@ -522,7 +520,6 @@ class Node:
     def _confirm(
         self, document: RoundDocument, is_master: bool, seconds: float | None
     ) -> Effects[None]:
-        """As `rules.Confirm`."""
         master: str | float | None = None
         if is_master:
             master = yield from self._master.open(document.world_id)
@@ -593,7 +590,6 @@ class Node:
         yield from self._leave()
 
     def _wait(self, seconds: float | None, enough: bool) -> Effects[None]:
-        """As `rules.Wait`."""
         if not self._seen.since.note_enough(enough, self._clock()):
             self._master.give_up()
             yield from self._pause(seconds)

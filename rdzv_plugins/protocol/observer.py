@@ -349,7 +349,6 @@ class Observer:
     def _complete(
         self, document: RoundDocument, records: Mapping[str, NodeRecord], asked: float
     ) -> Effects[RoundDocument]:
-        """Read all nodes of the document."""
         stored: dict[str, Entry] = {}
         for prefix in prefixes(document):
             stored |= yield from List(prefix)

@@ -37,7 +37,6 @@ from rdzv_plugins.observe.metrics import (
     MetricKind,
     build,
 )
-from rdzv_plugins.process.driver import watched
 from rdzv_plugins.process.factory import create_handler
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import Cause, Phase
@@ -344,8 +343,6 @@ class TestWithoutMetrics:
         assert alone._client is client
         assert alone._report is None
         assert alone._watchers == []
-        life = alone._node.run()
-        assert watched(life, alone._watchers) is life
         assert not [it for it in threading.enumerate() if "metrics" in it.name]
 
     def test_neither_library_is_imported(self) -> None:

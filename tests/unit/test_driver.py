@@ -28,7 +28,7 @@ from rdzv_plugins.kv import (
 )
 from rdzv_plugins.kv.findings import Finding, Mark
 from rdzv_plugins.observe.history import Archive, Listed, list_runs
-from rdzv_plugins.process.driver import Driver, carry_out, watched
+from rdzv_plugins.process.driver import Driver, Watcher, carry_out
 from rdzv_plugins.protocol import decide, effects, rounds, rules, situation
 from rdzv_plugins.protocol.contact import Standing
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Status
@@ -232,11 +232,11 @@ def test_watchers_see_each_effect_and_what_they_raise_harms_nothing(
         seen.append((request, answer if error is None else error))
 
     asked = [effects.CompareAndSet("state", b"a", None), effects.Read("state")]
-    work = watched(scripted(asked, answers), [stumble, watch])
-    carry_out(client, archive([]), work, lambda _: None)
+    kept = archive([])
+    watchers: list[Watcher] = [stumble, watch]
+    carry_out(client, kept, scripted(asked, answers), lambda _: None, watchers)
     client.close()
-    work = watched(scripted(asked[1:], answers), [stumble, watch])
-    carry_out(client, archive([]), work, lambda _: None)
+    carry_out(client, kept, scripted(asked[1:], answers), lambda _: None, watchers)
     assert seen == [*zip([*asked, asked[1]], answers, strict=True)]
     assert isinstance(answers[2], RendezvousConnectionError)
     assert [it.getMessage() for it in caplog.records] == [
@@ -248,10 +248,9 @@ def test_a_signal_passes_a_watcher() -> None:
     def interrupted(*_: object) -> None:
         raise SignalException("Process got signal", signal.SIGTERM)
 
-    work = watched(scripted([effects.Rest(0.0)], []), [interrupted])
-    next(work)
+    client, work = MemoryClient(MemoryServer(), "run"), scripted([effects.Rest(0.0)], [])
     with pytest.raises(SignalException):
-        work.send(None)
+        carry_out(client, archive([]), work, lambda _: None, [interrupted])
 
 
 def test_what_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
