@@ -457,6 +457,8 @@ def _summary(seen: Inspection, nodes: Sequence[NodeState], rows: Sequence[Row]) 
             lines.append(f"why this round: {document.reason}")
         if document.closed:
             lines.append(free_soon(seen)[1].removeprefix("; "))
+        if seen.steps is not None and not seen.steps.stalled:
+            lines.append(str(seen.steps))
         lines.append(_counts(nodes))
     if (good := goodput(rows[::-1], datetime.now(UTC))) is not None:
         lines.append(f"goodput {good:.1%}")

@@ -394,6 +394,7 @@ function showRun() {
     ["--nnodes", run.min_nodes ? limits : null],
     ["MASTER", run.master],
     ["leader", leader ? leader.name : null],
+    ["steps", run.steps ? run.steps.text : null],
     ["why this round", run.reason],
     ["began", run.began ? day(run.began) : null],
     ["goodput", typeof run.goodput === "number" ? `${(100 * run.goodput).toFixed(1)} %` : null],

@@ -17,7 +17,16 @@ from prometheus_client.registry import Collector
 from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.observe.history import Row, goodput
 from rdzv_plugins.observe.inspection import Condition, Inspection
-from rdzv_plugins.observe.metrics import CAUSES, STATES, TABLE, By, Metric, MetricKind, causes_of
+from rdzv_plugins.observe.metrics import (
+    CAUSES,
+    STATES,
+    TABLE,
+    By,
+    Metric,
+    MetricKind,
+    causes_of,
+    step_gauges,
+)
 from rdzv_plugins.observe.metrics_server import MetricsServer
 from rdzv_plugins.observe.page_access import PageAccess
 from rdzv_plugins.observe.survey import Seen, Survey
@@ -159,6 +168,11 @@ def _now(
     yield "rdzv_last_heartbeat_timestamp_seconds", [], newest or nan
     yield "rdzv_phase_began_timestamp_seconds", [], document.since or nan
     yield "rdzv_last_call_ends_timestamp_seconds", [], inspection.last_call_until or nan
+    steps = inspection.steps
+    for name, value in step_gauges(steps):
+        yield name, [], value
+    if steps is not None and steps.rank is not None:
+        yield "rdzv_rank_behind", [str(steps.host)], steps.rank
     if inspection.members_up is not None:
         yield "rdzv_store_members_up", [], inspection.members_up.up
     clocks = {it.host: it.clock for it in nodes if it.host and it.clock is not None}

@@ -35,6 +35,7 @@ from rdzv_plugins.protocol.policies.kept_out import as_data, in_force, why_kept_
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import complete, members_by_their_records, prefixes
 from rdzv_plugins.protocol.situation import Situation, assess_from_outside
+from rdzv_plugins.protocol.stalls import Standing, standing
 from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso, shown
 from rdzv_plugins.protocol.words import call_ends, diagnose, of_run
@@ -370,6 +371,8 @@ class Inspection:
             return self._what_it_was()
         quiet = min(map(self._beats.confirmed_silence, self.records), default=0.0)
         text = str(of_run(self.situation, quiet))
+        if (steps := self.steps) is not None and steps.stalled:
+            text += f"; {steps}"
         if quiet >= _LONGEST_WATCH_SECONDS and not all(map(self.is_silent, self.records)):
             text += f"; no heartbeat came in {quiet:.0f} s, but not each was due"
         return text
@@ -391,6 +394,11 @@ class Inspection:
             return str(diagnose(None, self.records, self.is_silent))
         torchs = "a run of handler=torch, whose state cannot be shown"
         return torchs if self.is_torchs else what_it_was(self.last)
+
+    @property
+    def steps(self) -> Standing | None:
+        """Where the workers are; None: they tell no steps."""
+        return standing(self.document, self.records) if self.document is not None else None
 
     @property
     def last_call_until(self) -> int:
@@ -454,11 +462,16 @@ class Inspection:
             "reason": document.reason,
             "outcome": document.outcome.value if document.outcome is not None else None,
             "excluded": [as_data(it) for it in in_force(document, time.time()).values()],
+            "steps": steps_as_data(self.steps),
             "clocks": self.clocks or None,
             "away": self.away or None,
             "states": Counter(it.state.value for it in nodes),
             "nodes": [it.report() for it in nodes],
         }
+
+
+def steps_as_data(steps: Standing | None) -> dict[str, Any] | None:
+    return None if steps is None else asdict(steps) | {"text": str(steps)}
 
 
 def ahead_or_behind(clock: float) -> str:

@@ -31,6 +31,7 @@ from rdzv_plugins.protocol import effects, round_record
 from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.rules import View
+from rdzv_plugins.protocol.stalls import Standing, standing, standing_of
 from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.words import call_ends
 from rdzv_plugins.settings.options import Settings
@@ -137,6 +138,17 @@ TABLE = (
     Metric("rdzv_nodes_waiting", MetricKind.GAUGE, By.BOTH,
         text="what num_nodes_waiting() returns to this node's agent, or to the agents of the last "
         "round: above 0, they are to join the next one"),
+    Metric("rdzv_step", MetricKind.GAUGE, By.BOTH,
+        text="last step of the slowest rank, of this node or of the run, as rdzv_plugins.step() "
+        "tells it; NaN where no script calls it"),
+    Metric("rdzv_step_seconds", MetricKind.GAUGE, By.BOTH,
+        text="seconds that its last steps took on average; 0: not known, or below a millisecond"),
+    Metric("rdzv_step_stalled_seconds", MetricKind.GAUGE, By.BOTH,
+        text="seconds without a step, once that is more than 60 and more than 20 times the usual, "
+        "or step_timeout; else 0"),
+    Metric("rdzv_rank_behind", MetricKind.GAUGE, By.BOTH, labels=("host",),
+        text="the rank that is behind the others or stands still, by its host; of the nodes, only "
+        "the one that leads reports it"),
     Metric("rdzv_leads", MetricKind.GAUGE, text="1 if this node leads the run, else 0"),
     Metric("rdzv_heartbeat_age_seconds", MetricKind.GAUGE,
         text="seconds since this node last wrote its heartbeat"),
@@ -314,9 +326,14 @@ class Report:
         leader = view.record if leads else view.leader
         ends = call_ends(document, leader) if document is not None and leader is not None else 0
         yield "rdzv_last_call_ends_timestamp_seconds", {}, ends or nan
-        if leads and view.records is not None:
+        if document is not None and leads and view.records is not None:
             for name, number in _by_state(view).items():
                 yield "rdzv_nodes", {"state": name}, number
+            steps = standing(document, {**view.records, view.me: view.record})
+            if steps is not None and steps.rank is not None:
+                yield "rdzv_rank_behind", {"host": str(steps.host)}, steps.rank
+        for name, value in step_gauges(standing_of(view.record)):
+            yield name, {}, value
         yield "rdzv_nodes_waiting", {}, self._node.waiting
         yield "rdzv_leads", {}, leads
         beat = self._beat_at
@@ -361,6 +378,13 @@ class Report:
     def _observe(self, name: str, value: float, **labels: str) -> None:
         for output in self._outputs:
             output.observe(name, value, labels)
+
+
+def step_gauges(steps: Standing | None) -> Iterator[tuple[str, float]]:
+    """The values of the metrics about steps, of a node or of a run."""
+    yield "rdzv_step", nan if steps is None else steps.step
+    yield "rdzv_step_seconds", nan if steps is None else steps.seconds
+    yield "rdzv_step_stalled_seconds", nan if steps is None else steps.stalled
 
 
 def _by_state(view: View) -> dict[str, int]:

@@ -45,6 +45,6 @@ def test_what_a_node_measures_too_is_described_once() -> None:
     assert len({*names}) == len(names)
     shared = {metric.name for metric in METRICS} & {metric.name for metric in EXPORTED}
     assert shared == {metric.name for metric in TABLE if metric.by is By.BOTH}
-    assert len(shared) == 10
+    assert len(shared) == 14
     runs = [metric.name for metric in EXPORTED if metric.labels[:1] != ("run",)]
     assert runs == ["rdzv_store_up"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from functools import partial
@@ -10,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rdzv_plugins.cli.runs import _nodes, _on_a_screen
+from rdzv_plugins.cli.runs import _nodes, _on_a_screen, _summary
 from rdzv_plugins.kv import MemoryClient, MemoryServer
-from rdzv_plugins.observe.exporter import Exporter
+from rdzv_plugins.observe.exporter import Exporter, _now
 from rdzv_plugins.observe.history import Archive
 from rdzv_plugins.observe.inspection import Inspection
 from rdzv_plugins.observe.survey import Survey
@@ -406,3 +407,30 @@ def test_times_that_are_none_are_not_shown() -> None:
     assert as_iso(AT) == "2026-09-21T14:13:20+00:00"
     assert shown(AT, AT + 60.0) == "14:13:20 UTC"
     assert shown(AT, AT + 1e5) == "2026-09-21 14:13:20 UTC"
+
+
+def test_where_the_workers_are_in_the_summary_the_metrics_and_as_data(store: Store) -> None:
+    of = replace(RUNNING, round=0, leader="n1")
+    nodes = {node: replace(running(node, of), at=int(time.time())) for node in of.participants}
+
+    def shows() -> tuple[str, dict[str, float]]:
+        store.put(of, nodes)
+        text = str(_summary(store.look(), store.seen.nodes(), []))
+        samples = _now(store.seen, of)
+        return text, {name: value for name, _, value in samples if name.startswith("rdzv_step")}
+
+    text, metrics = shows()
+    assert store.seen.report()["steps"] is None
+    assert "step" not in text
+    assert all(map(math.isnan, metrics.values()))
+    nodes = {node: replace(it, step=(41, 800, 7)) for node, it in nodes.items()}
+    text, metrics = shows()
+    assert "\nstep 41, 0.8 s each\n" in text
+    assert [*metrics.values()] == [41, 0.8, 0]
+    nodes["n2"] = replace(nodes["n2"], step=(40, 800, 3), stall=(312_000, 1))
+    text, metrics = shows()
+    said = "no step for 312 s (usually 0.8 s): rank 3 on n2 stands at step 40"
+    assert text.startswith(f"run 'job': running round 0, 3 of 2..3 nodes; {said}\n")
+    assert store.seen.report()["steps"]["text"] == said
+    assert metrics["rdzv_step_stalled_seconds"] == 312
+    assert ("rdzv_rank_behind", ["n2"], 3) in [*_now(store.seen, of)]
