@@ -256,7 +256,7 @@ class FinishJoin(Effect[None], frozen=True):
 
 LOCAL = frozenset(
     (
-        Rest, OpenMaster, DialPeer, KeepLinks, Register, ReadExclusions,
+        Rest, OpenMaster, DialPeer, KeepLinks, RecordHistory, Register, ReadExclusions,
         Tell, FinishJoin,
     )
 )  # fmt: skip
