@@ -99,7 +99,8 @@ Words:
   only moves it forward. *Latest*: the document of the highest place that a node has read.
 - *leader*: the node that turns records into rounds. The *bell* wakes it; a *successor* replaces it.
 - *last call*: the time for which a round that has enough nodes waits for more.
-- *newcomer*: a node that waits while a round runs, and that may end it; *spare*: one that may not.
+- *newcomer*: a node that waits while a round runs, and that may end it; *spare*: a node that waits
+  and may not end it now.
 - *roster*: the participants of a large round, in *shards* beside the document.
 - *tombstone*: tells that a run was closed after its keys have expired.
 

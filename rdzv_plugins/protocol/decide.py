@@ -211,7 +211,7 @@ def _follow_while_unfit(view: View) -> Action | None:
         return Wait()
     if document is None or _is_behind(document, latest):
         # Other nodes write the document back, unless the run has ended.
-        asked = latest.incarnation in view.asked_tombstones
+        asked = latest.incarnation in view.without_tombstone
         return Wait() if asked else AskTombstone(latest.incarnation)
     if document.leader == view.me and not document.closed:
         return Abdicate(replace(document, leader=None), fails=False)
@@ -242,7 +242,7 @@ def _write_back(view: View) -> Action | None:
     patience = 0.0 if latest.leader == view.me else _spread(view, latest)
     if view.document_age < patience:
         return Wait(patience - view.document_age)
-    if latest.incarnation not in view.asked_tombstones:
+    if latest.incarnation not in view.without_tombstone:
         # The document may have been swept because its run ended.
         return AskTombstone(latest.incarnation)
     if view.document is not None and view.document.is_of(latest):
@@ -253,7 +253,7 @@ def _write_back(view: View) -> Action | None:
 def _is_strange(view: View, document: RoundDocument) -> bool:
     """Whether the document is of another run, and this node has not asked if its own has ended."""
     own = view.own
-    return own not in (None, document.incarnation) and own not in view.asked_tombstones
+    return own not in (None, document.incarnation) and own not in view.without_tombstone
 
 
 def _is_behind(document: RoundDocument | None, latest: RoundDocument) -> bool:
@@ -350,7 +350,7 @@ def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
         return None
     if view.record.asks and round_in(document, view.record) >= document.round:
         return None  # This node asks for a later round.
-    given = view.given.get(document.incarnation, -1)
+    given = view.rounds_given.get(document.incarnation, -1)
     if given >= document.round:
         # This node ran in another run since: the store forgot first one, then the other.
         return SetRecord(Status.JOIN, document.incarnation, given)

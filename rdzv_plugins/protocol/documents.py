@@ -117,7 +117,7 @@ class Status(StrEnum):
     RUN = "run"
     """It has confirmed its rank; its workers may run."""
     SPARE = "spare"
-    """It asks for a round, and the round that runs has no room for it."""
+    """It asks for a round, and the round that runs has no room for it, or lets it in later."""
     DONE = "done"
     """Its workers succeeded; it waits for the other nodes' workers."""
     LEFT = "left"

@@ -243,7 +243,8 @@ class Join:
     def is_hopeless(self, error: Exception) -> bool:
         """Whether the join ends with this error."""
         if isinstance(error, SealedRunError | ForeignValueError):
-            # Nodes with another secret may live; if none does, this node begins a run in its place.
+            # The run with another secret lives: without a live node this one would have founded a
+            # run in its place within that time.
             return self.has_asked_for_a_lease
         if isinstance(error, CorruptDocumentError):
             return self._clock() >= self.deadline

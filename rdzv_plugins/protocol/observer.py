@@ -101,7 +101,7 @@ class Observer:
         # The lost leader whose place this node took, until all records have been listed.
         self._outlived: str | None = None
         # When an incarnation was found to have no tombstone; emptied by a later document.
-        self._asked_tombstones: dict[str, float] = {}
+        self._without_tombstone: dict[str, float] = {}
 
     @property
     def closed(self) -> bool:
@@ -201,7 +201,7 @@ class Observer:
         self.answers.ask(document.accused, self._clock())
         if self._is_later(document):
             self.latest = document
-            self._asked_tombstones.clear()
+            self._without_tombstone.clear()
 
     def _decode(self, entry: Entry | None) -> RoundDocument | None:
         """None for an unbelieved document: live nodes write theirs again."""
@@ -256,16 +256,16 @@ class Observer:
         # run only.
         return not document.closed and not (latest.closed and latest.is_of(self.confirmed))
 
-    def asked_tombstones(self) -> frozenset[str]:
-        """As `View.asked_tombstones`; an answer holds for ``sweep_after`` seconds."""
+    def without_tombstone(self) -> frozenset[str]:
+        """As `View.without_tombstone`; an answer holds for ``sweep_after`` seconds."""
         oldest = self._clock() - self._rules.sweep_after
         # A copy, because other threads call this while the node's thread adds answers.
-        answers = [*self._asked_tombstones.items()]
+        answers = [*self._without_tombstone.items()]
         return frozenset(incarnation for incarnation, asked in answers if asked > oldest)
 
     def hear_of_the_end(self, incarnation: str, outcome: Outcome | None, asked: float) -> None:
         """Note the tombstone of a run that this node remembers; None: there was none."""
-        self._asked_tombstones[incarnation] = asked
+        self._without_tombstone[incarnation] = asked
         for run in (self.latest, self.confirmed):
             if outcome is not None and run is not None and run.incarnation == incarnation:
                 self.latest = replace(run, phase=Phase.CLOSED, outcome=outcome, expires=True)

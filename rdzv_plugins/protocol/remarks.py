@@ -70,7 +70,7 @@ def _went_on(view: View, document: RoundDocument, member: RoundDocument) -> bool
     """Whether the run has had a later round than ``member``, without this node."""
     if view.me in document.ranks or document.ran in (None, member.world_id):
         return False
-    return document.is_of(member) or member.incarnation in view.asked_tombstones
+    return document.is_of(member) or member.incarnation in view.without_tombstone
 
 
 def _of_orders(view: View, document: RoundDocument) -> Iterator[Remark]:

@@ -152,10 +152,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         grown_for: seconds since this node first saw the last round that let newcomers in.
         saving_for: seconds since this node first saw that the round awaits a checkpoint.
         latest: the document of this node's run with the highest (round, phase) that it has read.
-        asked_tombstones: incarnations for which this node has lately found no tombstone.
+        without_tombstone: incarnations for which this node has lately found no tombstone.
         member: the round that the agent runs in, or ran in last.
         confirmed: the round whose rank this node confirmed last, as the document was then.
-        given: by incarnation, the number of the last round that the agent was given.
+        rounds_given: by incarnation, the number of the last round that the agent was given.
         records: all nodes' records, read after ``document``; None: not read.
         leader: the leader's record as last read; None where this node leads.
         now: seconds on this node's monotonic clock.
@@ -198,10 +198,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     longest_uptime: float
     grown_for: float
     latest: RoundDocument | None
-    asked_tombstones: frozenset[str]
+    without_tombstone: frozenset[str]
     member: RoundDocument | None
     confirmed: RoundDocument | None
-    given: Mapping[str, int]
+    rounds_given: Mapping[str, int]
     records: Mapping[str, NodeRecord] | None
     leader: NodeRecord | None
     now: float

@@ -329,11 +329,11 @@ def nodes_waiting(view: View) -> int:
         return int(latest.outcome is not None and latest.outcome.ends_workers)
     if latest.closed:
         # Another run of the id replaced this node's run, and is over.
-        return int(member.incarnation in view.asked_tombstones)
+        return int(member.incarnation in view.without_tombstone)
     if document is None or document.closed:
         return 0
     if not document.is_of(member):
-        return int(member.incarnation in view.asked_tombstones)
+        return int(member.incarnation in view.without_tombstone)
     if document.place < latest.place:
         return 0  # The store forgot; nodes write the document back.
     ended = document.round > member.round or document.world_id != member.world_id

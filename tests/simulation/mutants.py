@@ -933,7 +933,7 @@ def swept_runs_again(patch: Patch) -> None:
     def sure(view: View) -> View:
         if view.document is not None or view.latest is None:
             return view
-        return replace(view, asked_tombstones=view.asked_tombstones | {view.latest.incarnation})
+        return replace(view, without_tombstone=view.without_tombstone | {view.latest.incarnation})
 
     patch.view(sure)
 
@@ -1397,7 +1397,7 @@ def one_tombstone_at_a_time(patch: Patch) -> None:
     patch(Observer, "hear_of_the_end", hear)
     patch(
         Observer,
-        "asked_tombstones",
+        "without_tombstone",
         lambda asked, seen: asked(seen) & {last.get(seen, "")},
     )
 

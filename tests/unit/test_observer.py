@@ -70,7 +70,7 @@ def test_no_tombstone_is_no_end(time: Time) -> None:
     seen = observer(time, MINE, THEIRS)
     seen.hear_of_the_end(RUN, None, time())
     assert not seen.closed
-    assert RUN in seen.asked_tombstones()
+    assert RUN in seen.without_tombstone()
 
 
 def test_that_there_is_no_tombstone_holds_until_a_run_may_be_swept(time: Time) -> None:
@@ -80,9 +80,9 @@ def test_that_there_is_no_tombstone_holds_until_a_run_may_be_swept(time: Time) -
     time.now += 1.0
     seen.hear_of_the_end(RUN, None, asked)
     time.now += RULES.sweep_after - 1.1
-    assert RUN in seen.asked_tombstones()
+    assert RUN in seen.without_tombstone()
     time.now += 0.2
-    assert RUN not in seen.asked_tombstones()
+    assert RUN not in seen.without_tombstone()
 
 
 def test_a_damaged_document_is_none_to_whoever_has_a_valid_one(time: Time) -> None:

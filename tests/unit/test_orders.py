@@ -204,7 +204,7 @@ class TestExclusion:
     def test_what_is_written_back_keeps_the_orders_of_what_stands(self) -> None:
         stands = replace(FORMING, drained=("n9",), excluded=(BAD,), restart="why")
         later = replace(NOW, round=6, drained=("n8",), excluded=(Exclusion("n3"), Exclusion("n7")))
-        seen = view(running("n1", NOW), stands, latest=later, asked_tombstones=frozenset({RUN}))
+        seen = view(running("n1", NOW), stands, latest=later, without_tombstone=frozenset({RUN}))
         back = written(decide(seen))
         assert back.drained == ("n8", "n9")
         assert back.excluded == (BAD, Exclusion("n7"))

@@ -153,7 +153,7 @@ class TestConfirming:
 
     def test_who_has_asked_for_a_round_of_another_run_since_confirms_again(self) -> None:
         between = record("n2", round_=3, incarnation="another", world_id=self.NAMED.world_id)
-        mine = view(between, self.NAMED, asked_tombstones=frozenset({"another"}))
+        mine = view(between, self.NAMED, without_tombstone=frozenset({"another"}))
         assert decide(mine) == Confirm(self.NAMED, False)
 
     def test_another_round_of_the_same_number_is_confirmed_anew(self) -> None:
@@ -512,7 +512,7 @@ class TestAnotherRun:
         assert nodes_waiting(self.look(self.THEIRS)) == 0
 
     def test_it_is_not_written_over(self) -> None:
-        here = self.look(self.THEIRS, asked_tombstones=frozenset({RUN}))
+        here = self.look(self.THEIRS, without_tombstone=frozenset({RUN}))
         assert isinstance(decide(here), Wait)
         # Its agent is told to join: there it is a newcomer.
         assert nodes_waiting(here) == 1
@@ -521,20 +521,20 @@ class TestAnotherRun:
         over = document(Phase.CLOSED, incarnation="theirs")
         here = replace(self.look(over), latest=self.MINE)
         assert decide(here) == AskTombstone(RUN)
-        assert written(decide(replace(here, asked_tombstones=frozenset({RUN})))) == self.MINE
+        assert written(decide(replace(here, without_tombstone=frozenset({RUN})))) == self.MINE
 
     def test_one_that_took_its_place_and_is_over_is_told_to_its_agent(self) -> None:
         over = replace(self.THEIRS, phase=Phase.CLOSED, outcome=Outcome.FAILED)
         here = self.look(over)
         assert decide(here) == AskTombstone(RUN)
         assert nodes_waiting(here) == 0
-        asked = replace(here, asked_tombstones=frozenset({RUN}))
+        asked = replace(here, without_tombstone=frozenset({RUN}))
         assert decide(asked) == Wait()
         assert nodes_waiting(asked) == 1
 
     def test_who_was_in_a_run_that_ended_is_in_no_other(self) -> None:
         ended = replace(self.MINE, phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED)
-        here = replace(self.look(self.THEIRS, asked_tombstones=frozenset({RUN})), latest=ended)
+        here = replace(self.look(self.THEIRS, without_tombstone=frozenset({RUN})), latest=ended)
         assert decide(here) == Wait()
         assert nodes_waiting(here) == 0
         again = replace(here.record, status=Status.JOIN)
@@ -555,7 +555,7 @@ class TestAmnesia:
         lost = view(running("n1", self.RAN), None, joining=False, latest=self.RAN)
         # Not before it has looked whether the run ended, and was swept for that.
         assert decide(lost) == AskTombstone(RUN)
-        assert written(decide(replace(lost, asked_tombstones=frozenset({RUN})))) == self.RAN
+        assert written(decide(replace(lost, without_tombstone=frozenset({RUN})))) == self.RAN
 
     def test_the_others_do_so_in_turn(self) -> None:
         lost = view(running("n2", self.RAN), None, joining=False, latest=self.RAN)
@@ -563,14 +563,14 @@ class TestAmnesia:
         assert isinstance(turn, Wait)
         assert turn.seconds is not None
         assert 0.0 < turn.seconds < RULES.interval
-        later = replace(lost, document_age=turn.seconds, asked_tombstones=frozenset({RUN}))
+        later = replace(lost, document_age=turn.seconds, without_tombstone=frozenset({RUN}))
         assert written(decide(later)) == replace(self.RAN, leader="n2")
 
     def test_an_older_round_gives_way(self) -> None:
         older = document(Phase.RUNNING, round_=0, leader="n9", participants=("n9", "n8"))
         late = view(running("n1", self.RAN), older, joining=False, latest=self.RAN)
         assert decide(late) == AskTombstone(RUN)
-        assert written(decide(replace(late, asked_tombstones=frozenset({RUN})))) == self.RAN
+        assert written(decide(replace(late, without_tombstone=frozenset({RUN})))) == self.RAN
 
     def test_a_newcomers_round_waits_for_those_that_run_and_is_numbered_above(self) -> None:
         founded = document(Phase.FORMING, round_=0, leader="n9")
