@@ -354,7 +354,8 @@ def test_clients_follow_the_primary(
     replicated: Replicated, run_id: str, record_property: Measure
 ) -> None:
     store, fail_over = replicated
-    client = store.open(run_id)
+    # The standby takes seconds to become the primary, and a client fails after request_timeout.
+    client = store.open(run_id, request_timeout=PATIENCE)
     version = client.put("key", b"before")
     waiter = Background(lambda: client.wait("key", version, 60))
     assert not waiter.done(0.3)

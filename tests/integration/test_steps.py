@@ -32,6 +32,7 @@ def begun(begin: Begin, names: str, **options: object) -> tuple[Run, World]:
         run.start_at(name, training=NEVER)
     world = run.await_world(names, by_rank=True)
     run.await_step(world, world.resumed + 30)
+    run.await_that(lambda: all(it.step for it in run.records()), "the steps in all records", 30)
     return run, world
 
 

@@ -260,7 +260,10 @@ class Play:
             randbits=drawn.getrandbits,
         )
         at_exit = SimpleNamespace(register=lambda _: None, unregister=lambda _: None)
-        calendar = SimpleNamespace(now=lambda zone: datetime.fromtimestamp(scheduler.now, zone))
+        calendar = SimpleNamespace(
+            now=lambda zone: datetime.fromtimestamp(scheduler.now, zone),
+            fromtimestamp=datetime.fromtimestamp,
+        )
         places: list[tuple[object, str, object]] = [
             (driver, "datetime", calendar),
             (archive, "datetime", calendar),
