@@ -549,7 +549,7 @@ class TestAmnesia:
         """Also where its record tells of another run, which the store has forgotten too."""
         now, me = document(Phase.CONFIRMING), record("n1", round_=0, incarnation="another")
         assert decide(view(me, now)) == Confirm(now, is_master=True)
-        assert decide(view(me, now, given={RUN: 4})) == SetRecord(Status.JOIN, RUN, 4)
+        assert decide(view(me, now, rounds_given={RUN: 4})) == SetRecord(Status.JOIN, RUN, 4)
 
     def test_the_leader_writes_the_document_back(self) -> None:
         lost = view(running("n1", self.RAN), None, joining=False, latest=self.RAN)
