@@ -49,11 +49,11 @@ class Snapshot(NamedTuple):
     """The content of the store at one time, as plain data."""
 
     at: str  # ISO 8601 in UTC.
-    taken: float  # The same on the monotonic clock.
+    taken: float  # The same time on the monotonic clock, in seconds.
     away: dict[str, str] | None  # Since when the store is away, and why.
     runs: list[dict[str, Any]]  # A line for each run, the newest first.
     reports: Mapping[str, dict[str, Any]]  # By run id; see `survey.Seen.report`.
-    sizes: Mapping[str, list[Size]]  # By run id: what was seen of it since this process began.
+    sizes: Mapping[str, list[Size]]  # By run id: the sizes that this process has seen.
 
 
 class Poller:

@@ -31,7 +31,7 @@ LEASES = 10.0
 """A record's lease may differ from the run's by this factor; with a longer lease the node would
 never be lost."""
 
-# The most characters of a reason, and of any other text.
+# The most characters: _MOST_TEXT of a reason, _MOST of any other text.
 _MOST_TEXT = 4000
 _MOST = 600
 

@@ -35,7 +35,7 @@ from rdzv_plugins.protocol.situation import to_join_again
 
 log = logging.getLogger(__name__)
 
-# Several scrapers at once make one read.
+# Several scrapers within this time share one read.
 _FRESH_SECONDS = 1.0
 
 EXPORTED = tuple(
@@ -47,7 +47,7 @@ EXPORTED = tuple(
 
 
 class Exporter(Collector):
-    """Reads all runs whenever it is scraped; its methods but `close` are for one thread."""
+    """Reads all runs whenever it is scraped. All methods except `close` are for one thread."""
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
@@ -61,7 +61,7 @@ class Exporter(Collector):
 
         Raises OSError or UnicodeError if it cannot listen there.
         """
-        # The first read of all runs' rounds takes longest: no scrape is to wait for it.
+        # The first read of all rounds takes longest, so that no scrape should wait for it.
         deque(self.collect(), maxlen=0)
         registry = CollectorRegistry()
         registry.register(self)
@@ -71,7 +71,7 @@ class Exporter(Collector):
         return self._server.url
 
     def close(self) -> None:
-        """Serve nothing any more, and close all connections to the store."""
+        """End the server, and close all connections to the store."""
         self._survey.close()
         if self._server is not None:
             self._server.close()
@@ -88,7 +88,7 @@ class Exporter(Collector):
         self._looked = time.monotonic()
 
     def health(self) -> tuple[bool, str]:
-        """True also while the store is away: a restart of this process would not bring it back."""
+        """True even while the store is away, because a restart of this process would not help."""
         # Clients without a token may ask here, so only /why names the store.
         return True, "the store is away; /why says which" if self._away() is not None else "ok"
 
@@ -104,7 +104,7 @@ class Exporter(Collector):
         return "\n".join(lines) or "there are no runs under this prefix"
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """The metrics, as read last; while the store is away, nothing is known of any run."""
+        """The metrics of the last read; none of a run while the store is away."""
         families = {metric.name: _family(metric) for metric in EXPORTED}
         away = self._away() is not None
         families["rdzv_store_up"].add_metric([], float(not away))
@@ -181,7 +181,7 @@ def _now(
 
 
 class _Restarts:
-    """Counts the restarts of a run id; the store keeps its last rounds only, so none twice."""
+    """Counts each restart of a run id once, although the store keeps only the last rounds."""
 
     def __init__(self) -> None:
         self.by_cause = dict.fromkeys(CAUSES, 0)

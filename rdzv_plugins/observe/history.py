@@ -47,10 +47,10 @@ _ALL_RUNS = "!all"
 # The store forgets exclusions without an end this many seconds after the last `rdzv exclude` under
 # a prefix.
 _LONGEST_EXCLUSION = 365 * 24 * 3600.0
-# The store deletes the exclusions this many seconds after the last one was taken back.
+# The store deletes the exclusions this many seconds after the last exclusion was removed.
 _AFTER_THE_LAST = 60.0
 
-# A node that was away for less finds the tombstone of its run.
+# A node that was away for less than this finds the tombstone of its run.
 _TOMBSTONE_SECONDS = 7 * 24 * 3600.0
 _MOST_REFUSALS = 60
 # The most tombstones and rounds of one run id, however often the id is used again.
@@ -62,7 +62,7 @@ class Row(RoundRecord, frozen=True, kw_only=True, omit_defaults=True):
     """A round that began to run, or the end of a run.
 
     Attributes:
-        at: when, on the wall clock of its leader, ISO 8601 in UTC.
+        at: the time of the event, on the leader's wall clock, ISO 8601 in UTC.
     """
 
     at: Id
@@ -87,7 +87,7 @@ class Row(RoundRecord, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The entry of a run id in the list of runs: its last run, and the round that was noted last.
+    """The entry of a run id in the list of runs: its last run, and the last recorded round.
 
     Attributes:
         began: when the run was founded, on the wall clock of that node; ISO 8601 in UTC.
@@ -108,7 +108,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Tombstone(msgspec.Struct):
-    """What is read of one: how a run ended, and when."""
+    """The fields of a tombstone that are read: how a run ended, and when."""
 
     outcome: Id = ""
     at: Id = ""
@@ -123,12 +123,12 @@ _EXCLUSIONS = msgspec.json.Decoder(tuple[Exclusion, ...])
 
 
 def goodput(rows: Sequence[Row], now: datetime) -> float | None:
-    """The share of the time of the last run in which its steps were trained that still count.
+    """The share of the last run's time in which steps were trained that no later round repeated.
 
     The time counts from the start of the first round in ``rows``, oldest first. In each round the
     time from the first step to the last step that no later round repeated was good. The newest
-    round is good to its end, because nobody knows yet what a later one will repeat. None: no round
-    has told its first step, as where the script does not call ``rdzv_plugins.step()``.
+    round is good to its end, because what a later round will repeat is unknown. None: no round has
+    told its first step, for example because the script does not call ``rdzv_plugins.step()``.
     """
     mine = [it for it in rows if it.incarnation == rows[-1].incarnation]
     newest = max((i for i, it in enumerate(mine) if it.trains_since is not None), default=None)
@@ -141,21 +141,21 @@ def goodput(rows: Sequence[Row], now: datetime) -> float | None:
             seconds=sum(later[0].seconds.phases.values())
         )
     since = mine[newest].trains_since or until
-    # What the first row repeats was trained before the time that counts.
+    # Leave out the first row: the steps that it repeats were trained before the counted time.
     good = sum(it.trained for it in mine[1:]) + max(0.0, (until - since).total_seconds())
     whole = (ends - datetime.fromisoformat(mine[0].at)).total_seconds()
     return min(1.0, max(0.0, good / whole)) if whole > 0 else None
 
 
 class Archive:
-    """The archive of one run id; each call opens its own connection: calls are rare.
+    """The archive of one run id. Each call opens its own connection, because calls are rare.
 
     All methods raise `RendezvousConnectionError` if the store is away or refuses the user.
 
     Args:
         open: connects to the namespace of a run id.
         history_ttl: seconds that rounds and the entry in the list are kept; 0: neither is written.
-        briefly: connects for `note` and `exclusions`, without which a run goes on; None: ``open``.
+        briefly: connects for `note` and `exclusions`, which a run can do without; None: ``open``.
         where: the arguments with which a command reaches the store.
     """
 
@@ -173,7 +173,7 @@ class Archive:
         self._kept = max(_TOMBSTONE_SECONDS, history_ttl)
 
     def command(self, name: str, *arguments: str) -> str:
-        """A command about the run, or without an id about all, that a person can paste."""
+        """A command about the run (about all runs, if there is no run id) that a person can paste."""
         run = ["-i", self._run_id] if self._run_id else []
         return join(["rdzv", name, *run, *self._where, *arguments])
 
@@ -194,7 +194,7 @@ class Archive:
             client.put(prefix + key, value)
             client.expire(self._kept)
             entries = client.list(prefix)
-            # What cannot be read goes first.
+            # Delete unreadable values first.
             ages = {key: it.at if (it := _decode(_ENDS, entries[key])) else "" for key in entries}
             if len(entries) > most:
                 client.delete_many(sorted(ages, key=ages.__getitem__)[: len(entries) - most])
@@ -211,9 +211,9 @@ class Archive:
             return Outcome.CLOSED
 
     def note(self, record: RoundRecord, at: datetime | None = None) -> None:
-        """Keep a round, or the end of the run; and say in the list of runs how the run stands.
+        """Record a round or the end of the run, and update the run's entry in the list of runs.
 
-        ``at``: when it was so, on this host's wall clock; None: now.
+        ``at``: the time of the event, on this host's wall clock; None: now.
         """
         if not self._history_ttl:
             return
@@ -227,7 +227,7 @@ class Archive:
             self._enlist(client, record, at)
 
     def rows(self) -> list[Row]:
-        """The rounds and ends of the id's runs that are kept, oldest first."""
+        """The stored rounds and ends of the id's runs, oldest first."""
         with self._own() as client:
             entries = client.list(_ROUNDS)
         rows = (row for entry in entries.values() if (row := _decode(_ROWS, entry)) is not None)
@@ -235,12 +235,12 @@ class Archive:
         return sorted(found, key=lambda row: (row.at, row.phase.order, row.round))
 
     def why_unreadable(self) -> str:
-        """Why no round that is kept is this client's to read, for people; "": some are, or none."""
+        """Why this client can read no stored round, for people; "": it can, or there is none."""
         with self._own() as client:
             return why_unreadable(client, "the history of the run")
 
     def last(self) -> Row | Listed | None:
-        """The last note of the id's runs; None: nothing, or it is forgotten.
+        """The last record of the id's runs; None: there is none, or the store forgot it.
 
         A run that has had no round has no row, only its entry in the list.
         """
@@ -250,27 +250,27 @@ class Archive:
         if listed is None or not rows:
             return listed or (rows[-1] if rows else None)
         row = rows[-1]
-        # A round, or an end, is noted in both places at one time.
+        # A round or an end is recorded in both places with the same time.
         both = (row.incarnation, row.at) == (listed.incarnation, listed.at)
         return row if both or row.at > listed.at else listed
 
     def free_in(
         self, ended: RoundDocument, now: datetime, at_work: Names = NOBODY
     ) -> tuple[float | None, str]:
-        """Seconds until the id of a closed run is free, None: not known; and in words, what to do.
+        """Seconds until the id of a closed run is free (None: not known), and advice in words.
 
-        By two wall clocks, for people. ``closed_ttl`` tells only how long whoever closed the run
-        may have meant it to stay. ``at_work``: the nodes that train on.
+        Compares two wall clocks, for people. This node's ``closed_ttl`` may differ from that of the
+        node that closed the run. ``at_work``: the nodes that train on.
         """
         if at_work:
             train = "trains" if at_work.count == 1 else "train"
             return None, f"its id is taken while {at_work} {train} in its last round"
-        # A node that closes a run says last that its keys expire.
+        # A node that closes a run writes `expires` last.
         rows = self.rows() if ended.expires else []
         for row in reversed(rows):
             if row.incarnation == ended.incarnation and row.kept is not None:
                 since = now - datetime.fromisoformat(row.at)
-                # More, and less than nothing, are another clock's, or a store's that is late.
+                # Any other number comes from differing clocks, or a store that deletes late.
                 if 0 < (left := row.kept - since.total_seconds()) <= row.kept:
                     return left, f"its id is free in {left:.0f} s; now: {self.command('clean')}"
                 break
@@ -278,13 +278,13 @@ class Archive:
 
     @property
     def free_now(self) -> str:
-        """Advice for where nobody knows when the id of a closed run is free."""
+        """Advice if it is unknown when the id of a closed run is free."""
         return f"to free its id now: {self.command('clean')}"
 
     def end_by_hand(self, reason: str) -> bool:
-        """Note the end of the id's last run where nobody lives who would; whether it was not noted.
+        """Record the end of the id's last run if no node did; returns whether it was missing.
 
-        Without this it is listed as dead for ``history_ttl``.
+        Otherwise the run would be listed as dead for ``history_ttl``.
         """
         last = self.last()
         if last is None or last.outcome is not None:
@@ -297,9 +297,9 @@ class Archive:
         return True
 
     def exclusions(self, now: float, all_runs: bool | None = None) -> tuple[Exclusion, ...]:
-        """The exclusions that hold for the runs of this id, whoever runs now; one a host.
+        """The exclusions in force for the runs of this id, at most one for each host.
 
-        ``all_runs``: only those for all runs, or only those for this id alone; None: both.
+        ``all_runs``: True: only exclusions for all runs; False: only for this id; None: both.
         """
         keys = {None: (_ALL_RUNS, self._run_id), True: (_ALL_RUNS,), False: (self._run_id,)}
         with closing(self._briefly(EXCLUDED)) as client:
@@ -307,11 +307,11 @@ class Archive:
         return _hold((it for key in keys[all_runs] for it in _excluded(entries.get(key))), now)
 
     def exclude(self, exclusion: Exclusion, now: float, *, all_runs: bool = False) -> None:
-        """Keep an exclusion for the runs of this id, or for all; it replaces that of its host."""
+        """Store an exclusion for this id's runs or for all runs; it replaces its host's last one."""
         self._change_exclusions(lambda held: (*held, exclusion), now, all_runs)
 
     def include(self, hosts: Collection[str], now: float, *, all_runs: bool = False) -> bool:
-        """Take back the exclusions of a host of these names; whether there was one."""
+        """Remove the exclusions of a host with these names; returns whether there was one."""
         found = []
 
         def without(held: tuple[Exclusion, ...]) -> tuple[Exclusion, ...]:
@@ -346,30 +346,30 @@ class Archive:
                 )
             seen, entries = None, client.list("")
             for _ in range(_MOST_REFUSALS):
-                # Again if another changed them meanwhile: its deadline may have come before this.
+                # Repeat if another command changed them: it may have set a later deadline before.
                 if seen == (seen := {it: entry.version for it, entry in entries.items()}):
                     return
                 kept = (it for entry in entries.values() for it in _hold(_excluded(entry), now))
                 ends = [_LONGEST_EXCLUSION if it.until is None else it.until - now for it in kept]
-                # Not at once: another command may write an exclusion at this moment.
+                # Never expire at once: another command may write an exclusion at this moment.
                 client.expire(min(max(ends, default=_AFTER_THE_LAST), _LONGEST_EXCLUSION))
                 entries = client.list("")
 
     def _enlist(self, client: KeyValueClient, record: RoundRecord, at: datetime) -> None:
-        # The whole list is read only where runs begin and end.
+        # Read the whole list only when a run begins or ends.
         only = {self._run_id: client.get(self._run_id)} if record.phase is Phase.RUNNING else None
         runs = _listed(client.list("") if only is None else only)
         before = runs.get(self._run_id)
         if before is not None and before.incarnation != record.incarnation:
             before = None
         if before is not None and before.at > _iso(at):
-            return  # Another node has noted a later round, or the end.
+            return  # Another node has recorded a later round, or the end.
         listed = Listed(
             run=self._run_id,
             incarnation=record.incarnation,
             began=before.began if before is not None else _iso(at),
             at=_iso(at),
-            # Another value each time, by which readers see that the round was noted again.
+            # The value differs each time, so that readers see that the round was recorded again.
             until=_iso(datetime.now(UTC) + timedelta(seconds=self._history_ttl)),
             phase=record.phase,
             round=record.round,
@@ -389,9 +389,9 @@ def list_runs(open: Callable[[str], KeyValueClient]) -> dict[str, Listed]:
 
 
 def read_list(client: KeyValueClient) -> dict[str, Listed]:
-    """The same, for those who read it again and again; ``client`` is that of `LIST`.
+    """`list_runs` for repeated reads; ``client`` is in the namespace `LIST`.
 
-    Raises `RendezvousStateError` where this client has not the secret of all that stands there.
+    Raises `RendezvousStateError` if this client lacks a secret of an entry.
     """
     entries = client.list("")
     runs = _listed(entries)
@@ -399,7 +399,7 @@ def read_list(client: KeyValueClient) -> dict[str, Listed]:
         sealed = any(is_sealed(entry.value) for entry in entries.values())
         if said := f"the list of runs {NO_SECRET_HERE}" if sealed else client.why_absent(""):
             raise RendezvousStateError(said)
-    # An earlier version lists other keys as runs, and its `rdzv clean --dead` would delete them.
+    # Leave out what earlier versions listed wrongly: `rdzv clean --dead` would delete it.
     return {run: it for run, it in runs.items() if is_possible(run)}
 
 
@@ -432,7 +432,7 @@ def _excluded(entry: Entry | None) -> tuple[Exclusion, ...]:
 
 
 def _hold(exclusions: Iterable[Exclusion], now: float) -> tuple[Exclusion, ...]:
-    """The exclusions that hold; of a host's the last."""
+    """The exclusions in force; the last exclusion of each host."""
     return tuple({it.host: it for it in exclusions if it.is_in_force(now)}.values())
 
 

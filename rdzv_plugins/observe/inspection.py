@@ -188,7 +188,7 @@ class Inspection:
         self._clocks[node] = max(0.0, ahead) or min(0.0, behind)
 
     def clock_of(self, node: str) -> float | None:
-        """As `NodeState.clock`."""
+        """See `NodeState.clock`."""
         differs = self._clocks.get(node, 0.0)
         return differs if node in self.records and abs(differs) >= CLOCKS_DIFFER else None
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 Address = IPv4Address | IPv6Address
 
 ANY_PORT = range(1)
-"""Whichever port is free."""
+"""Any free port."""
 
 # An unreachable DNS must not delay the start: the resolver's own time-out is 10 s or more per name.
 _RESOLVER_SECONDS = 2.0
@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
 
 
 class OwnAddress(NamedTuple):
-    """The IP address that a node announces, or the name in ``--local-addr``; and why that one."""
+    """The IP address that a node announces, or the name in ``--local-addr``; and the reason."""
 
     address: str
     why: str
@@ -73,10 +73,10 @@ def node_address(
 
     Args:
         store_hosts: (name, port) of the store's servers. Nothing is sent to them.
-        alone: no other node will be in the run, so that loopback is as good.
+        alone: no other node will be in the run, so loopback is good enough.
 
     Returns within 2 s even if name resolution hangs. Raises `ValueError` if no address of this host
-    is on the interface and in the network, and OSError where this host can open no socket.
+    is on the interface and in the network, and OSError if this host can open no socket.
     """
     options = {"interface": interface, "network": network}
     asked = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
@@ -103,7 +103,7 @@ def node_address(
 def address_on(interface: str | None, network: str | None) -> str | None:
     """The first address of this host on the interface and in the network; None: neither is given.
 
-    Raises `ValueError` where it has none, and OSError where this host can open no socket.
+    Raises `ValueError` if this host has no such address, and OSError if it can open no socket.
     """
     if interface is None and network is None:
         return None
@@ -119,10 +119,10 @@ def address_on(interface: str | None, network: str | None) -> str | None:
 
 
 def candidates() -> list[Candidate]:
-    """The addresses of this host, those that other hosts are likeliest to reach first.
+    """The addresses of this host; first the addresses that other hosts are likeliest to reach.
 
-    Interfaces are in the order in which they came up, which bridges and tunnels do last; of those
-    that are down there is none. IPv4 comes before IPv6, whose link-local addresses are left out.
+    Interfaces are in the order in which they came up, so bridges and tunnels are last. Interfaces
+    that are down are left out. IPv4 comes before IPv6; IPv6's link-local addresses are left out.
     """
     found = (
         it for it in _addresses() if not (it.address.version == 6 and it.address.is_link_local)
@@ -131,9 +131,9 @@ def candidates() -> list[Candidate]:
 
 
 def lacking_version(address: str) -> Literal[0, 4, 6]:
-    """The version of IP of which this host has no address that others may reach; 0: of none.
+    """The IP version of which this host has no address that others may reach; 0: it has both.
 
-    0 also where ``address``, by which the others know it, is not such an address of this host.
+    0 also if ``address``, which others dial, is no address of this host that others may reach.
     """
     versions = {str(it.address): it.address.version for it in candidates() if it.is_global}
     if address not in versions or {4, 6} <= {*versions.values()}:
@@ -142,7 +142,7 @@ def lacking_version(address: str) -> Literal[0, 4, 6]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has an IP address; None: it is a name, or not this host's own."""
+    """The interface that has an IP address; None: ``address`` is a name, or another host's."""
     return next((it.interface for it in candidates() if str(it.address) == address), None)
 
 
@@ -166,7 +166,7 @@ def _is_up(interface: str) -> bool:
 
 
 def is_at_loopback(store: Place) -> bool:
-    """Whether a store is at a socket's path, or at hosts that are all reached at loopback."""
+    """Whether this host reaches a store by a socket's path, or all its hosts at loopback."""
     if store.of_nodes:
         # A member on this host listens at the address that other hosts dial, even if its name means
         # loopback here.
@@ -178,7 +178,7 @@ def is_at_loopback(store: Place) -> bool:
 
 
 def is_out_of_reach(address: str, store_hosts: Iterable[tuple[str, int]]) -> bool:
-    """Whether ``address`` is loopback while the store, as its route shows, is on another host."""
+    """Whether ``address`` is loopback, but by its route the store is on another host."""
     if not is_loopback(address):
         return False
     route = _route_in_time(store_hosts)
@@ -186,7 +186,7 @@ def is_out_of_reach(address: str, store_hosts: Iterable[tuple[str, int]]) -> boo
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it is a loopback address, or ``localhost``; other names are not looked up."""
+    """Whether ``address`` is a loopback address, or ``localhost``; no other name is looked up."""
     try:
         return address == "localhost" or ip_address(address).is_loopback
     except ValueError:
@@ -200,7 +200,7 @@ def is_local(address: str) -> bool:
 
 
 def is_own_ip(address: str) -> bool:
-    """Whether it is an IP address of this host; no name is looked up, which may take long."""
+    """Whether ``address`` is an IP address of this host. Looks up no name, which may take long."""
     try:
         own = ip_address(address)
     except ValueError:
@@ -239,10 +239,11 @@ def _is_ip(host: str) -> bool:
 
 
 def dialled_here(names: Iterable[str]) -> dict[str, list[str]]:
-    """Where this host dials each of these hosts: by its name, or address.
+    """The names and addresses at which this host dials each of these hosts.
 
-    Where a name is this host's own and stands for loopback here, as Debian has it, or for nothing,
-    by all addresses of this host too. Returns within 2 s even if name resolution hangs.
+    Debian resolves a host's own name to loopback. For a name that means loopback here, or this
+    host's name without an address, the answer has all addresses of this host too. Returns within
+    2 s even if name resolution hangs.
     """
     every = list(names)
     mine = own_names()
@@ -250,7 +251,7 @@ def dialled_here(names: Iterable[str]) -> dict[str, list[str]]:
     def is_at_loopback(name: str) -> bool:
         found = resolved(name)
         if name in ("localhost", *found):
-            return False  # The latter is an address.
+            return False  # `found` has the name itself if the name is an address.
         if name.lower() in mine:
             return not any(is_own_ip(it) and not is_loopback(it) for it in found)
         return bool(found) and all(map(is_loopback, found))
@@ -261,7 +262,7 @@ def dialled_here(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def resolved(name: str) -> list[str]:
-    """The addresses that a name stands for here; empty: none is known."""
+    """The addresses of a name, as this host resolves it; empty: none is known."""
     try:
         return list(dict.fromkeys(str(it[4][0]) for it in socket.getaddrinfo(name, None)))
     except (OSError, UnicodeError):
@@ -269,10 +270,10 @@ def resolved(name: str) -> list[str]:
 
 
 def gloo_address() -> Address | None:
-    """Where gloo listens in this host's workers, as the host's name decides; None: not known.
+    """The address at which gloo listens in this host's workers; None: not known.
 
-    It takes the first address of the name to which it can bind, else loopback, unless
-    ``GLOO_SOCKET_IFNAME`` names an interface. Raises OSError where this host can open no socket.
+    gloo takes the first address of the host's name to which it can bind, else loopback, unless
+    ``GLOO_SOCKET_IFNAME`` names an interface. Raises OSError if this host can open no socket.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
@@ -289,9 +290,9 @@ def _first_of_own_name() -> Address:
 
 
 def listen(address: str | None = None, ports: Sequence[int] = ANY_PORT) -> socket.socket:
-    """A socket that listens on the first of these ports that is free; raises OSError if none is.
+    """A socket that listens on the first free port of ``ports``; raises OSError if none is free.
 
-    Only at ``address``, if that is an IP address of this host; else on all addresses.
+    It listens only at ``address`` if that is an IP address of this host, else on all addresses.
     """
     for port in ports[:-1]:
         with contextlib.suppress(OSError):
@@ -310,7 +311,7 @@ def _listen(address: str | None, port: int) -> socket.socket:
 def dial_self(address: str, seconds: float, ports: Sequence[int] = ANY_PORT) -> int:
     """Open a port where rank 0 would, and connect to it at ``address``; returns the port.
 
-    Raises OSError, and UnicodeError for what cannot be a name.
+    Raises OSError, and UnicodeError if ``address`` cannot be a name.
     """
     with listen(address, ports) as server:
         port: int = server.getsockname()[1]
@@ -331,9 +332,9 @@ def loopback() -> str:
 def route_to(hosts: Iterable[tuple[str, int]]) -> Address | None:
     """The local address of a socket connected to the first host that has a route.
 
-    One at loopback only where none has another: some of a store's hosts may be this one.
+    Loopback only if no host has another route, because some of a store's hosts may be this host.
 
-    Raises OSError where this host can open no socket.
+    Raises OSError if this host can open no socket.
     """
     own: Address | None = None
     for host, port in hosts:
@@ -361,11 +362,11 @@ def _family(address: Address) -> socket.AddressFamily:
 
 @contextlib.contextmanager
 def _unless_exhausted() -> Iterator[None]:
-    """Suppress what says that an address is no good; raise that this host can ask for none now."""
+    """Suppress errors that say that an address is bad; raise an exhausted host's errors."""
     try:
         yield
     except socket.gaierror:
-        # A resolver that can open no socket says that it knows no such name.
+        # A resolver that can open no socket reports an unknown name.
         require_descriptors(1)
     except (OSError, UnicodeError) as error:
         if exhausted(error) is not None:
@@ -373,7 +374,7 @@ def _unless_exhausted() -> Iterator[None]:
 
 
 def _binds(family: int, target: tuple[object, ...]) -> bool:
-    # Only a socket tells which host has the address, and `loopback` would keep the answer.
+    # Bind a socket, because only bind() tells whether this host has the address.
     with _unless_exhausted(), socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind(target)
         return True

@@ -1,7 +1,7 @@
 """Exchanges some megabytes with other nodes over TCP, for the network check.
 
-The node that is dialled answers, at its `Listener`, only who names its node id, which stands in the
-run's store alone; whoever else connects gets nothing, and is dropped.
+The dialled node's `Listener` answers only a client that names the node's id, which only the run's
+store holds. Any other client gets no answer and is dropped.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rdzv_plugins.settings.options import Settings
 log = logging.getLogger(__name__)
 
 EXCHANGED = 4 << 20
-"""Bytes each way."""
+"""Bytes that each side sends."""
 
-_CHUNK = os.urandom(1 << 16)  # A link that compresses would seem fast otherwise.
+_CHUNK = os.urandom(1 << 16)  # Random, because a link that compresses would seem fast.
 
 _CLIENT_SECONDS = 60.0
-# An id that a node gives itself is hexadecimal; but tests and other programs name theirs.
+# Nodes choose hexadecimal ids, but tests and other programs choose other ids.
 _NODE = re.compile(r"[\w.-]{1,64}")
 
 
@@ -44,9 +44,9 @@ def dial(endpoint: str, seconds: float) -> float:
 
 
 def exchange(node: str, endpoint: str, seconds: float, size: int = EXCHANGED) -> float:
-    """Send so many bytes to a node and have as many sent back; returns the seconds that it took.
+    """Send ``size`` bytes to a node, receive as many, and return the seconds that this took.
 
-    Raises OSError, and UnicodeError for what cannot be a name.
+    Raises OSError, and UnicodeError if the endpoint's host cannot be a name.
     """
     began = time.monotonic()
 
@@ -57,8 +57,7 @@ def exchange(node: str, endpoint: str, seconds: float, size: int = EXCHANGED) ->
         return rest
 
     if _NODE.fullmatch(node) is None:
-        # The id comes from the store: line ends in it would be commands to the server at that
-        # address.
+        # The id comes from the store: a line end in it could send a command to another server.
         raise ConnectionError("what stands in the store is the id of no node")
     with _connect(endpoint, seconds) as line:
         line.settimeout(left())
@@ -81,7 +80,7 @@ def _connect(endpoint: str, seconds: float) -> socket.socket:
     if not is_master(endpoint):
         raise ConnectionError("what stands in the store is no address:port")
     line = socket.create_connection((address.strip("[]"), int(port)), seconds)
-    # A port that is free may be this socket's own, and TCP connects it to itself.
+    # TCP connects a socket to itself if the dialled port is free and becomes the socket's own.
     if line.getsockname() == line.getpeername():
         line.close()
         raise ConnectionRefusedError("nobody listens there")
@@ -89,12 +88,12 @@ def _connect(endpoint: str, seconds: float) -> socket.socket:
 
 
 def answer(listener: Listener, node: str, size: int = EXCHANGED) -> None:
-    """Answer the exchanges that others begin with this node, so many bytes each way."""
+    """Answer the exchanges that other nodes begin with this node: ``size`` bytes each way."""
     listener.answer(_greeting(node), 0, lambda line, _: _Exchanging(line, size))
 
 
 class _Exchanging(Line):
-    """Somebody who sends the data, and then gets as much."""
+    """A client that sends the data, and then receives as much."""
 
     def __init__(self, line: socket.socket, size: int) -> None:
         super().__init__(line, _CLIENT_SECONDS)
@@ -129,7 +128,7 @@ def dial_peer(request: DialPeer, shares_store: bool) -> float:
 def open_listener(
     node_id: str, address: str, run_id: str, rules: Rules, settings: Settings
 ) -> Listener | None:
-    """Listen for the network check and for links of other nodes; None: not needed, or no links."""
+    """Listen for the network check and other nodes' links; None: not needed or not possible."""
     if rules.max_nodes == 1 or not (rules.network_check or rules.answer is not None):
         return None
     # Links alone can use any port, if no firewall is in between.

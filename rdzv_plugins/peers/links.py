@@ -1,18 +1,21 @@
-"""Connections to the next nodes of a round, which tell at once that the process of one has ended.
+"""Connections to neighbours of a round, which show at once that a neighbour's process has ended.
 
-The kernel ends the connections of a process that dies, within a millisecond. A link that ends
-without a farewell is dialled again: where nobody listens any more, or somebody else answers, the
-process is gone, as far as this host can tell. That is evidence, and no verdict: a firewall may
-refuse too. Three things tell nothing: silence, or a link that ends and is answered again; a refusal
-while the node's own link to this one stands, since neighbours have one each way, and a process that
-dies ends both; and a link whose two ends see different addresses, since what stands between them,
-such as a sidecar proxy, ends the link and refuses for a node that lives.
+The kernel ends the connections of a process that dies, within a millisecond. If a link ends without
+a farewell, the node dials again. If nobody listens any more, or somebody else answers, the process
+is gone, as far as this host can tell. That is evidence, not a verdict: a firewall may refuse too.
+Three observations prove nothing:
 
-Each end says in one character how it stands with the store, once the link is made and as that
-changes: a store that refuses one node may accept others, who go on without it.
+- The other end is silent, or a link ends and the node answers the next dial.
+- The dial is refused while the node's own link to this node is open. Neighbours have one link each
+  way, and a process that dies ends both.
+- The two ends of the link see different addresses. A sidecar proxy between them may end the link
+  and refuse a dial, although the node lives.
 
-A greeting names the node by a digest, and a stranger is told nothing; greeting and answer prove, by
-what only the nodes of the run know, which process gives them, and which ends it sees.
+Each end sends its `Standing` with the store in one character, once the link is made and whenever
+the standing changes: a store that refuses one node may accept others, which go on without it.
+
+A greeting names the node by a digest, and a stranger gets no answer. Only nodes of the run know
+what greeting and answer contain: they prove which process sends them, and which addresses it sees.
 """
 
 from __future__ import annotations
@@ -35,21 +38,21 @@ from rdzv_plugins.peers.listener import Line, Listener, unforked
 from rdzv_plugins.protocol.contact import Standing
 
 _OPENING = b"rdzv-plugins link "
-_NONCE = 16  # Characters; a digest of who greets follows.
+_NONCE = 16  # Characters; a digest of the greeting node follows.
 _FAREWELL = b"bye\n"
 
-# For a connection, and the answer to its greeting.
+# The time-out of a connection, and of the answer to its greeting.
 _DIAL_SECONDS = 2.0
 # A link that is closed within this time is dialled once more: its process may be ending.
 _AT_ONCE_SECONDS = 0.05
-# Between two dials of what is silent, or was never reached: twice as long each time.
+# The pause between two dials of a silent or never reached node doubles each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 # A process that was found gone is dialled again _OFTEN times, every _AGAIN_SECONDS, and then after
 # the pauses above: a firewall may have refused the dial, and only a link will show the process's
 # death.
 _AGAIN_SECONDS, _OFTEN = 0.2, 50
-# After this many refusals the process is reported again: its last heartbeat may have reached the
-# store after the first report, and seemed to answer it.
+# Report the process again after this many refusals: its last heartbeat may have reached the store
+# after the first report, and looked like an answer.
 _TOLD_AGAIN = 10
 # A firewall forgets a connection without traffic, so the kernel sends keep-alives; they wake no
 # process.
@@ -65,7 +68,7 @@ _DIGEST = 16  # Bytes; twice as many characters.
 
 
 def _digest(*parts: str) -> bytes:
-    # No part but the last one has a blank.
+    # Only the last part may have a blank.
     return blake2b(" ".join(parts).encode(), digest_size=_DIGEST).hexdigest().encode()
 
 
@@ -77,16 +80,16 @@ def _ends(dialled_from: tuple[Any, ...], answered_at: tuple[Any, ...]) -> str:
 
 
 class Links:
-    """The links of one node, both those that it has begun and those that others have.
+    """The links of one node: links that this node began, and links that others began.
 
-    The listener's thread serves them, and makes the calls.
+    The listener's thread serves the links, and makes all calls.
 
     Args:
         node: the id of this node, which only the nodes of its run know.
-        host: its address, as others know it.
+        host: the address at which others reach this node.
         gone: called with the id of a node whose process is gone.
-        back: called with its id where it answers after all.
-        others: called with what all other ends of links say of themselves.
+        back: called with the id of a node that answers after all.
+        others: called with the `Standing` of all other ends.
         warn: takes a line for people.
     """
 
@@ -111,20 +114,20 @@ class Links:
         self._heard: set[Standing] = set()
         self._standing = Standing.ACCEPTED
         self._warn = warn
-        # Hosts that could not be linked, as the log has said.
+        # Hosts without a link that the log has named.
         self._told: set[str] = set()
         self._peers: dict[str, _Peer] = {}
         self._accepted: list[_Accepted] = []
-        # By host where a node has answered: whether both ends saw the same addresses. A refusal by
-        # a host where no node has answered proves nothing: a firewall may refuse.
+        # By host of a node that has answered: whether both ends saw the same addresses. A refusal
+        # by another host proves nothing, because a firewall may refuse.
         self._reached: dict[str, bool] = {}
         rest = _NONCE + 2 * _DIGEST + 2
         listener.answer(_OPENING + _digest(node, run_id) + b" ", rest, self._accept)
 
     def hold(self, peers: Mapping[str, str], standing: Standing = Standing.ACCEPTED) -> None:
-        """Have links to these nodes and to no others: ``address:port`` by id. From any thread.
+        """Have links to exactly these nodes: ``address:port`` by id. From any thread.
 
-        ``standing``: what this node says of itself over all its links.
+        ``standing``: what this node says over all its links.
         """
         self._listener.call(partial(self._hold, dict(peers), standing))
 
@@ -142,12 +145,12 @@ class Links:
         self.listen()
 
     def _lines(self) -> list[_Link]:
-        """The links that stand."""
+        """The open links."""
         begun = (it.link for it in self._peers.values())
         return [it for it in (*self._accepted, *begun) if it is not None and it.is_open]
 
     def listen(self) -> None:
-        """Tell what is said over all links, if that has changed."""
+        """Pass on the `Standing` of all other ends if it has changed."""
         unknown = {Standing.ACCEPTED for it in self._peers.values() if it.link is None}
         others = unknown.union(it.heard for it in self._lines())
         if others != self._heard:
@@ -155,7 +158,7 @@ class Links:
             self._others(frozenset(others))
 
     def tell(self) -> None:
-        """Tell people of the neighbours to which there is no link, once for each host."""
+        """Warn of neighbours without a link, once for each host."""
         without = [it.endpoint for it in self._peers.values() if it.lacks_link]
         hosts = {endpoint.rpartition(":")[0] for endpoint in without}
         if hosts - self._told:
@@ -167,12 +170,12 @@ class Links:
             )
 
     def greeting(self, node: str, nonce: str, ends: str) -> bytes:
-        """What this node says to another, over a connection with these ends."""
+        """This node's greeting to ``node`` over a connection with these ``ends``."""
         itself = _digest("from", nonce, self._node, ends, self._run_id)
         return b"%s%s %s %s\n" % (_OPENING, _digest(node, self._run_id), nonce.encode(), itself)
 
     def answer(self, node: str, nonce: str, ends: str) -> bytes:
-        """What only that node answers, and only if it sees these ends."""
+        """The answer that only ``node`` can give, and only if it sees these ``ends``."""
         itself = _digest(nonce, node, self._run_id)
         return itself + _digest(nonce, node, ends, self._run_id) + b"\n"
 
@@ -194,7 +197,7 @@ class Links:
         return accepted
 
     def _make_room(self) -> None:
-        """Close the oldest that is of no neighbour, without a farewell: this node goes on."""
+        """Close the oldest link of no neighbour, without a farewell, because this node goes on."""
         strangers = (it for it in self._accepted if not any(map(it.is_from, self._peers)))
         oldest = next(strangers, self._accepted[0])
         self._accepted.remove(oldest)
@@ -202,7 +205,7 @@ class Links:
         self._listener.drop(oldest)
 
     def _over(self, accepted: _Accepted) -> None:
-        """What refused counts now, if nothing else than its own link spoke for the node."""
+        """Dial the node again whose own link has ended: a refusal now counts."""
         self.listen()
         for node, peer in self._peers.items():
             if accepted.is_from(node):
@@ -220,16 +223,16 @@ class Links:
         self.listen()
 
     def is_evidence(self, node: str, host: str, direct: bool | None) -> bool:
-        """Whether it counts as evidence: it had a direct link, or such ones show what refuses.
+        """Report the node as gone if a refusal by its host proves that; returns whether it does.
 
-        ``direct``: whether the ends of its link saw the same addresses; None: it never had one.
+        ``direct``: whether both ends of its link saw the same addresses; None: it had no link.
         """
         if any(it.is_open and it.is_from(node) for it in self._accepted):
             return False
         if direct is None:
             direct = self._reached.get(host)
         if direct is None:
-            # What does not leave this host passes no firewall.
+            # Connections within this host prove nothing, because they pass no firewall.
             direct = any(it for other, it in self._reached.items() if other != self._host)
         if direct:
             self._gone(node)
@@ -237,7 +240,7 @@ class Links:
 
 
 class _Link(Line):
-    """A link, at either end; ``heard`` is what the other end says of itself."""
+    """A link, at either end; ``heard`` is the other end's `Standing`."""
 
     counts = False
     heard = Standing.ACCEPTED
@@ -247,12 +250,12 @@ class _Link(Line):
         self._listen = listen
 
     def say(self, standing: Standing) -> None:
-        """Say it of this node; a link over which it cannot be said is about to end."""
+        """Send this node's standing. If the send fails, the link is about to end."""
         with suppress(OSError):
             self.socket.send(standing.encode())
 
     def _hears(self, data: bytes) -> bool:
-        """Whether it is what the other end may say, of which the last word counts."""
+        """Take the last character as the other end's `Standing`; returns whether it is one."""
         try:
             self.heard = Standing(data[-1:].decode("ascii", "replace"))
         except ValueError:
@@ -266,7 +269,7 @@ class _Link(Line):
 
 
 class _Accepted(_Link):
-    """A link that another node has begun: it hears a farewell, or that the connection ends."""
+    """A link that another node has begun."""
 
     def __init__(
         self,
@@ -278,7 +281,7 @@ class _Accepted(_Link):
     ) -> None:
         super().__init__(line, listen, math.inf)
         self.writes = self.says_farewell = True
-        # Whether this very node has begun it, from where this end sees it.
+        # Tells whether a given node has begun this link, with the addresses that this end sees.
         self.is_from = is_from
         self._answer = answer
         self._over = over
@@ -333,7 +336,7 @@ class _Dialled(_Link):
 
     @property
     def has_begun(self) -> bool:
-        """Whether it may come to something; else it has failed at once."""
+        """Whether the connection may still succeed; False: it failed at once."""
         return self._result in (0, errno.EINPROGRESS)
 
     def go_on(self) -> Line | None:
@@ -358,7 +361,7 @@ class _Dialled(_Link):
         self._result = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if self._result:
             return None
-        # With no listener at the port, TCP may have connected this socket to itself.
+        # Without a listener at the port, TCP may have connected this socket to itself.
         own, other = self.socket.getsockname(), self.socket.getpeername()
         if own == other:
             self._result = errno.ECONNREFUSED
@@ -380,18 +383,18 @@ class _Dialled(_Link):
 
     @property
     def is_refused(self) -> bool:
-        """Whether nobody listens there."""
+        """Whether no process listens at the port."""
         return self._result == errno.ECONNREFUSED and not self.connected
 
     @property
     def is_strange(self) -> bool:
-        """Whether somebody else has answered, or has closed the connection without an answer."""
+        """Whether a stranger has answered, or closed the connection without an answer."""
         reset = isinstance(self.error, ConnectionResetError | BrokenPipeError)
         return self.connected and not self.held and (self.error is None or reset)
 
 
 class _Peer:
-    """A node to which a link is held, and dialled again as long as that is asked for."""
+    """A node to which this node keeps a link: it dials again until `end`."""
 
     def __init__(self, links: Links, listener: Listener, node: str, endpoint: str) -> None:
         self._links = links
@@ -403,12 +406,11 @@ class _Peer:
         self._at = 0
         self._line: _Dialled | None = None
         self._ended = False
-        # How many dials in a row were refused, or were answered by somebody else.
+        # How many dials in a row were refused, or answered by a stranger.
         self._noes = 0
-        # Whether both ends of the last link to this node saw the same addresses. None: there was no
-        # link yet.
+        # Whether both ends of the last link saw the same addresses. None: there was no link yet.
         self._direct: bool | None = None
-        # How many links in a row lasted for a moment only.
+        # How many links in a row ended within _SHORT_SECONDS.
         self._short = 0
         # The process was found gone and has not answered since.
         self._is_gone = False
@@ -420,23 +422,23 @@ class _Peer:
 
     @property
     def lacks_link(self) -> bool:
-        """Whether it has no link, and is not known to have ended."""
+        """Whether the node has no link, and is not known to have ended."""
         return not (self.link or self._ended or self._is_gone)
 
     @property
     def link(self) -> _Dialled | None:
-        """The link to it, if it stands."""
+        """The open link; None: there is none."""
         return self._line if self._line is not None and self._line.held else None
 
     def end(self) -> None:
-        """Hold no link to it any more."""
+        """Drop the link, and dial no more."""
         self._ended = True
         if self._line is not None:
             self._listener.drop(self._line)
 
     def _resolve(self, port: int) -> None:
         def look_up() -> None:
-            # One that cannot be resolved has no link: nothing is known of it.
+            # A name that cannot be resolved gets no link.
             with suppress(OSError, UnicodeError, ValueError):
                 found = socket.getaddrinfo(self._host, port, type=socket.SOCK_STREAM)
                 addresses: list[_Address] = [(it[0], it[4]) for it in found]
@@ -456,7 +458,7 @@ class _Peer:
         self.dial()
 
     def dial(self) -> None:
-        """Now, unless it has a link."""
+        """Dial now, unless there is a link."""
         if self._ended or self._line is not None or not self._addresses:
             return
         nonce = secrets.token_hex(_NONCE // 2)
@@ -465,7 +467,7 @@ class _Peer:
         calls = self._held, self._links.listen, self._over
         line: _Dialled | None = None
         with unforked:
-            with suppress(OSError):  # This process has no descriptor left.
+            with suppress(OSError):  # OSError: this process has no descriptor left.
                 line = _Dialled(self._addresses[self._at], greeting, answer, *calls)
             if line is not None and line.has_begun:
                 self._line = line
@@ -476,7 +478,7 @@ class _Peer:
         self._failed(line is not None and line.is_refused, strange=False)
 
     def ask_again(self) -> None:
-        """Dial it now, for its own link has ended: it lived until then, whatever was told of it."""
+        """Dial now: the node's own link has ended, so the node lived until now. Report it anew."""
         self._times = None
         self.dial()
 
@@ -534,7 +536,7 @@ class _Peer:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _dial_after(self, seconds: float) -> None:
-        """In the place of what was to be dialled later before."""
+        """Dial after ``seconds``; this replaces an earlier planned dial."""
         self._turn += 1
         turn = self._turn
         self._listener.later(seconds, lambda: self.dial() if turn == self._turn else None)

@@ -1,7 +1,7 @@
-"""One socket that listens, and one thread, for what nodes of a run ask of each other directly.
+"""One listening socket and one thread for the direct requests between nodes of a run.
 
-A client that connects sends a greeting. A client that knows none of those that are answered here is
-told nothing, and one that takes long for it, or sends something else, is dropped.
+A client that connects sends a greeting. A client that sends an unknown greeting, or takes long to
+send one, gets no answer and is dropped.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from weakref import WeakSet
 from rdzv_plugins.peers.addresses import ANY_PORT, listen
 
 _GREETING_SECONDS = 5.0
-# Clients that have not greeted yet, or that have something to exchange.
+# The most clients that have not greeted yet, or that exchange data.
 _MOST_CLIENTS = 16
 _MOST_ACCEPTED_AT_ONCE = 16
-# After this process had no descriptor left.
+# The pause in accepting after this process had no descriptor left.
 _PAUSE_SECONDS = 0.5
 
 
@@ -37,9 +37,9 @@ class Line:
     Attributes:
         since: when it began, in monotonic seconds.
         expires: when it is dropped; infinite: it may stay.
-        writes: it waits until it can write; else until it can read.
-        counts: it is one of the few whose number is bounded.
-        known: it has greeted.
+        writes: the connection waits until it can write; False: until it can read.
+        counts: the connection counts towards _MOST_CLIENTS.
+        known: the client has greeted.
     """
 
     counts = True
@@ -52,21 +52,21 @@ class Line:
         self.writes = False
 
     def go_on(self) -> Line | None:
-        """Read or write what is possible now; returns who serves it from now on, None: it is over.
+        """Read or write what is possible now; returns the `Line` that serves next (None: it is over).
 
-        May raise OSError, after which it is over.
+        An OSError ends the connection.
         """
         raise NotImplementedError
 
     def part(self) -> None:
-        """Say what is to be said before this end closes it in good order."""
+        """Send the last words before this end closes the connection in good order."""
 
     def over(self, error: OSError | None) -> None:
-        """Called once it is closed, for this reason if there is one, unless this end closed it."""
+        """Called after the connection ended, with the error if any; not if this end closed it."""
 
 
 class _Stranger(Line):
-    """Somebody who has connected and not greeted yet."""
+    """A client that has connected and not greeted yet."""
 
     known = False
 
@@ -125,27 +125,27 @@ class Listener:
     def answer(
         self, opening: bytes, more: int, serve: Callable[[socket.socket, bytes], Line]
     ) -> None:
-        """Have those served who greet with ``opening`` and ``more`` bytes, which it is given."""
+        """Serve clients that greet with ``opening`` and ``more`` bytes, which ``serve`` gets."""
         self._greetings = (*self._greetings, _Greeting(opening, len(opening) + more, serve))
 
     def call(self, call: Callable[[], object]) -> None:
-        """Have it called in the thread, unless that has ended; from any thread."""
+        """Call ``call`` in the listener's thread, unless that has ended; from any thread."""
         self._calls.put(call)
-        # A full one wakes it as well, and a closed one has nobody to wake.
+        # A full socket wakes the thread too; a closed socket means that the thread has ended.
         with suppress(OSError):
             self._wakes.send(b"\0")
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Have it called in the thread after so many seconds; in the thread."""
+        """Call ``call`` after ``seconds``; only in the listener's thread."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), call))
 
     def serve(self, line: Line) -> None:
-        """Serve a connection that this node has begun; in the thread."""
+        """Serve a connection that this node has begun; only in the listener's thread."""
         self._lines.add(line)
         self._selector.register(line.socket, _events(line), line)
 
     def drop(self, line: Line) -> None:
-        """Close a connection in good order; in the thread."""
+        """Close a connection in good order; only in the listener's thread."""
         with unforked:
             self._forget(line)
             with suppress(OSError):
@@ -153,7 +153,7 @@ class Listener:
             line.socket.close()
 
     def close(self, seconds: float = 2.0) -> None:
-        """End the thread; after ``seconds`` it is left to end by itself."""
+        """End the thread; wait for its end for ``seconds`` at most."""
         self.call(partial(setattr, self, "_ends", True))
         if self._thread is not threading.current_thread():
             self._thread.join(seconds)
@@ -163,7 +163,7 @@ class Listener:
             it.close()
 
     def close_in_child(self) -> None:
-        """Close what a forked process has of its sockets; they stay open in this one."""
+        """Close a forked child's copies of the sockets; they stay open in the parent."""
         # The selector is shared, so closing a socket does not wake it.
         for it in (self._server, self._wakes, self._woken, *(line.socket for line in self._lines)):
             it.close()
@@ -174,8 +174,8 @@ class Listener:
         selector.register(self._woken, selectors.EVENT_READ)
         try:
             while not self._ends:
-                # All that has come first: this process may have stood still, and nobody is late
-                # who has answered meanwhile.
+                # Read before the deadlines: if this process stood still, a client that answered
+                # meanwhile is not late.
                 for key, _ in selector.select(self._patience()):
                     if key.data in self._lines:
                         self._go_on(key.data)
@@ -198,7 +198,7 @@ class Listener:
             self._close()
 
     def _patience(self) -> float | None:
-        """Seconds until something is due; None: until something comes."""
+        """Seconds until a timer is due or a connection expires; None: nothing is due."""
         timers = (due for due, _, _ in self._timers[:1])
         due = min((math.inf, *timers, *(it.expires for it in self._lines)))
         return None if due == math.inf else max(0.0, due - time.monotonic())
@@ -210,14 +210,14 @@ class Listener:
                     return
 
     def _accept_one(self) -> bool:
-        """Whether somebody was there."""
+        """Accept one connection; False: none waits."""
         try:
             line, _ = self._server.accept()
         except BlockingIOError:
             return False
         except OSError:
-            # This process may have no descriptor left: do not ask again at once. A socket that
-            # something has destroyed accepts nobody any more.
+            # This process may have no descriptor left: try again after a pause. Without
+            # SO_ACCEPTCONN the socket is destroyed, and never accepts again.
             self._selector.unregister(self._server)
             if self._server.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 register = self._selector.register
@@ -226,7 +226,7 @@ class Listener:
         line.setblocking(False)
         few = [it for it in self._lines if it.counts]
         if len(few) >= _MOST_CLIENTS:
-            # Strangers first, then who has been here for longest.
+            # Drop a stranger first, else the oldest connection.
             self.drop(min(few, key=lambda it: (it.known, it.since)))
         self.serve(_Stranger(line, self._greetings))
         return True
@@ -264,7 +264,7 @@ def _events(line: Line) -> int:
 
 
 unforked = threading.RLock()
-"""Held while a connection is open and no listener serves it: this process does not fork then."""
+"""Prevents a fork while a connection is open that no listener serves."""
 
 _open: WeakSet[Listener] = WeakSet()
 
@@ -275,8 +275,8 @@ def _close_in_child() -> None:
         listener.close_in_child()
 
 
-# A forked worker that outlives its agent would keep the agent's links, and its port: nobody would
-# see that the agent has ended. The child closes all links that are served.
+# A forked child closes its copies of the agent's links and port. Otherwise they would stay open
+# after the agent's end, and no other node would see its end.
 os.register_at_fork(
     before=unforked.acquire, after_in_parent=unforked.release, after_in_child=_close_in_child
 )

@@ -1,6 +1,6 @@
-"""Whether a node's workers will reach the others: looked at beside a round that has begun.
+"""Checks beside a round that has begun whether this node's workers will reach the others.
 
-Nothing waits for it, and nothing depends on it: what is wrong is told to people, in one line.
+Nothing waits for the checks or depends on them: they only log a warning.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rdzv_plugins.peers.exchange import dial
 
 _DIAL_SECONDS = 5.0
 _STOP_SECONDS = 0.2
-# MASTER of a round that ends at once is closed already: look again before warning.
+# If a round ends at once, its TCPStore is closed already: look again before warning.
 _ATTEMPTS, _PAUSE_SECONDS = 2, 1.0
-# After a round began.
+# Seconds between the begin of a round and the look.
 _DELAY_SECONDS = 1.0
 # At most this many nodes dial rank 0's TCPStore in a second: it has one thread, and workers dial it
 # too.
@@ -28,7 +28,7 @@ _DIALS_A_SECOND = 200.0
 
 
 class Reach:
-    """Looks beside each round, in one thread at a time; ``warn`` takes a line for people."""
+    """Checks each round, in one thread at a time; ``warn`` takes a line for people."""
 
     def __init__(self, address: str, warn: Callable[[str], None], name: str) -> None:
         self._address = address
@@ -47,12 +47,12 @@ class Reach:
         others: Callable[[], bool],
         is_over: Callable[[], bool],
     ) -> None:
-        """Have `go_on` look at this round a while later: no round forms more slowly for it.
+        """Have `go_on` check this round a while later, so that the check delays no round.
 
         Args:
-            master: ``address:port`` that is to be dialled; None: not from here, or not yet.
+            master: the ``address:port`` to dial; None: not from this node, or not yet.
             size: how many nodes the round has.
-            others: whether it has nodes on other hosts.
+            others: whether the round has nodes on other hosts.
             is_over: whether the round has ended.
         """
 
@@ -60,7 +60,7 @@ class Reach:
             try:
                 if master is not None:
                     self._look_at_master(round_, master, is_over)
-                # The name of this host may be asked of a DNS server: once, and only if it matters.
+                # gloo_fault may ask a DNS server: once, and only if the round has other hosts.
                 if not (self._looked_at_gloo or self._closed.is_set()) and others():
                     fault = gloo_fault(self._address)
                     self._looked_at_gloo = True
@@ -75,7 +75,7 @@ class Reach:
         self._planned = (due, look)
 
     def go_on(self) -> None:
-        """Begin to look, if it is time to; to be called again and again."""
+        """Begin the planned check when its time has come; call this repeatedly."""
         if self._planned is None or time.monotonic() < self._planned[0]:
             return
         if self._thread is not None and self._thread.is_alive():
@@ -88,7 +88,7 @@ class Reach:
             self._thread = thread
 
     def close(self) -> None:
-        """End the thread; one that dials or hangs in a resolver is left to end by itself."""
+        """End the thread, but do not wait for a thread that dials or hangs in a resolver."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
@@ -127,9 +127,9 @@ def _told(master: str, error: Exception) -> str:
 
 
 def gloo_fault(address: str) -> str:
-    """The fault, and its mend, where workers use gloo on several hosts; "": none.
+    """The fault of gloo on several hosts, and its remedy; "": there is none.
 
-    A look-up: it may take 2 s.
+    Looks up a name, which may take 2 s.
     """
     found = gloo_address()
     if found is None or not found.is_loopback or is_loopback(address):

@@ -91,9 +91,8 @@ class RunAgent(LocalElasticAgent):
     """torch's agent, with the rule of this module for this package's handler.
 
     torch has no public way to exclude a failure from the count, so this class overrides
-    `_monitor_workers`, which the agent's loop calls, and, for `Notice`, what starts and stops
-    workers. ``tests/handlers/test_agent.py`` fails when
-    torch changes the private names.
+    `_monitor_workers`, which the agent's loop calls, and, for `Notice`, the methods that start and
+    stop workers. ``tests/handlers/test_agent.py`` fails when torch changes the private names.
     """
 
     _failure: RunResult | None = None
@@ -125,7 +124,7 @@ class RunAgent(LocalElasticAgent):
         self._guard = guard = self._guard or Guard()
         guard.start()
         if self._standbys is not None:
-            # They become workers before this process knows their ranks.
+            # Standbys become workers before this process knows their ranks.
             guard.watch(self._standbys.pids)
         if (handed_down := os.environ.get(VARIABLE)) is not None:
             guard.expect(VARIABLE, handed_down)
@@ -145,8 +144,8 @@ class RunAgent(LocalElasticAgent):
     def _stop_all_that_workers_start(self, guard: Guard) -> None:
         """Make torch's stop of the workers include the processes that they have started.
 
-        All have ``--shutdown-timeout`` to end; torch itself heeds it only at a signal and at the
-        end, and otherwise kills workers after 30 s, as a torch without the option always does.
+        All processes have ``--shutdown-timeout`` to end. torch itself heeds the option only at a
+        signal and at the end, and otherwise kills workers after 30 s.
         """
         context = self._pcontext
         assert context is not None
@@ -156,7 +155,7 @@ class RunAgent(LocalElasticAgent):
             nonlocal seconds, stopped
             if not stopped and os.path.isdir("/proc/self"):
                 stop(context.pids(), death_sig or signal.SIGTERM, seconds, self._patience)
-                # Other processes may soon have their pids.
+                # The workers have ended, and new processes may get their pids.
                 guard.watch(())
                 stopped, seconds = True, _REAP_SECONDS
             close(death_sig, seconds)
@@ -272,9 +271,9 @@ class _Report(threading.Thread):
     client might swallow.
 
     Args:
-        store: of the round; ``Any``, because torch's stubs lack the methods of a Python store.
-        rank: of the node among the ``nodes`` of the round.
-        killed: whether a signal killed its workers.
+        store: the round's store; ``Any``, because torch's stubs lack a Python store's methods.
+        rank: the node's rank among the ``nodes`` of the round.
+        killed: whether a signal killed the node's workers.
         patience: seconds within which the loss of a node shows.
         grace_left: see `StoreRendezvousHandler.grace_left`.
     """
@@ -376,13 +375,13 @@ class _Report(threading.Thread):
 def torchrun(arguments: Sequence[str]) -> None:
     """torchrun's main function, with `RunAgent` if the backend uses this package's handler.
 
-    Raises what torchrun's does: `ChildFailedError` if workers failed, `SignalException`,
+    Raises the same errors as torchrun's: `ChildFailedError` if workers failed, `SignalException`,
     `SystemExit`, and the errors of a rendezvous.
     """
     options = parse(arguments)
     if hasattr(options, "signals_to_handle"):
         options.signals_to_handle = _without_ignored(options.signals_to_handle)
-    # As in torchrun's main function, which takes only unparsed arguments.
+    # torchrun's main function does the same, but takes only unparsed arguments.
     launch = record(run.run)
     is_ours = not options.standalone and is_store(options.rdzv_backend)
     if options.warm and (options.no_python or options.run_path or not is_ours):

@@ -46,13 +46,13 @@ Watcher: TypeAlias = Callable[[effects.Effect[Any], Any, Exception | None], obje
 _PAUSE_AFTER_A_BUG = 1.0
 # Findings of `KeyValueClient.inspect` about the loss of a run or of the password.
 _WARNED_FINDINGS = ("persistence", "eviction", "TLS")
-# History is written this much later, after the agents have started their workers.
+# Seconds until a record of the history is written: agents start their workers first.
 _HISTORY_DELAY = 1.0
 # Suffixes of the names of threads beside the node's.
 _THREADS = {effects.OpenMaster: "master", effects.DialPeer: "network"}
 # How long a record of the history is retried; servers that elect a leader need about 10 s.
 _HISTORY_SECONDS = 30.0
-# A failed attempt may take a request's time-out, and the node sends no heartbeat meanwhile.
+# The node sends no heartbeat during an attempt, which may take a request's time-out.
 _HISTORY_PAUSE = 10.0
 # The shortest time between two log lines with the same refusal.
 _REPEATED_AFTER_SECONDS = 60.0
@@ -134,7 +134,7 @@ class Driver:
 
         Args:
             failed, waited: see `Orders.join`.
-            patience: how many seconds this host may let no thread start.
+            patience: how many seconds to retry while this host lets no thread start.
 
         Raises:
             ExhaustedError: no thread can start.
@@ -202,7 +202,7 @@ class Driver:
         self._nudge_until(lambda: not self.running, seconds)
 
     def await_masters(self, seconds: float) -> None:
-        """Wait until no TCPStore is being opened, here or, after ``seconds``, at exit.
+        """Wait until no TCPStore is being opened: up to ``seconds`` here, and the rest at exit.
 
         TCPStore's C++ aborts the process if the interpreter ends first.
         """
@@ -296,7 +296,7 @@ class Driver:
                 ends = time.monotonic() + seconds
                 if time.monotonic() >= self._note_at:
                     self._note()
-                # Longer, and the node would say of itself that it is slow to answer.
+                # After a longer wait the node would report itself as slow to answer.
                 ends = min(ends, self._note_at) if self._to_note else ends
                 return self._client.wait(key, version, max(0.0, ends - time.monotonic()))
             case effects.Rest(seconds):

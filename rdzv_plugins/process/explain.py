@@ -31,7 +31,7 @@ from rdzv_plugins.protocol.states import is_due
 # Other nodes see at most this many characters of an OSError's text.
 _LONGEST_REASON = 200
 
-# The exit status of an agent whose run makes no progress; NVIDIA's resiliency extension has it too.
+# An agent's exit status after no progress; NVIDIA's resiliency extension has the same.
 _NO_PROGRESS = 93
 
 
@@ -115,7 +115,7 @@ class Refusal:
             with suppress(RendezvousConnectionError, RendezvousStateError):
                 read = {key: readable(it) for key, it in self._client.list(NODES_PREFIX).items()}
                 records = {key: it for key, it in read.items() if it is not None}
-                # By the clocks of two hosts, which may differ by a second.
+                # The ages compare two hosts' clocks, which may differ by a second.
                 ages = {key: time.time() - it.at - 1.0 for key, it in records.items()}
                 working = at_work(ended, records, lambda it: is_due(ages[it], records[it]))
                 return self._archive.free_in(ended, datetime.now(UTC), working)[1]
@@ -131,7 +131,7 @@ class Refusal:
             lost = said.lost.first if said is not None else ()
             asking = [it for it in others if it.asks and it.label not in lost]
             gone = [it for it in others if it.status is Status.LEFT]
-            # A node that left before its first round has waited, too, mostly as long.
+            # A node that left before its first round waited too, mostly for as long as this node.
             waited = [it for it in gone if not it.world_id and not it.is_unfit]
             left, gave_up = {it.label for it in gone}, {it.label for it in waited}
             came = str(1 + len(asking) + len(waited))
@@ -140,7 +140,7 @@ class Refusal:
         return came, str(said.at_the_end(left, gave_up))
 
     def who(self, document: RoundDocument) -> Names:
-        """The nodes of this round; empty if the store does not tell."""
+        """The nodes of this round; empty if the store does not answer."""
         with suppress(RendezvousConnectionError):
             found = map(readable, self._client.list(NODES_PREFIX).values())
             here = [it for it in found if it is not None and it.world_id == document.world_id]

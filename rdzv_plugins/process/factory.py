@@ -50,8 +50,7 @@ log = logging.getLogger(__name__)
 
 # Within this time a store that pushes wakes a node, and the node writes its heartbeat.
 _ANSWER_SECONDS = 0.5
-# A node sends no heartbeat while it notes history or reads exclusions: a store that does not answer
-# costs it no more than this.
+# The time limit of requests for history and exclusions: the node sends no heartbeat meanwhile.
 _OPTIONAL_SECONDS = 1.0
 
 
@@ -157,7 +156,7 @@ def _make(
     else:
         opened = attendance.open(partial(connect, params.run_id), settings.join_timeout)
     try:
-        # For the driver and the agent; open both before other nodes wait for this node.
+        # Open connections for the driver and the agent before other nodes wait for this node.
         opened.hold(2)
         name, at = opened.name, redact(params.endpoint)
         log.info("run '%s': connected to %s '%s'", params.run_id, name, at)
@@ -279,9 +278,9 @@ def _own_address(store: Place, params: RendezvousParameters, settings: Settings)
 
 
 def _answer_within(client: KeyValueClient, settings: Settings) -> float | None:
-    """For `Rules.answer`; None: leases alone decide.
+    """The value of `Rules.answer`; None: leases alone decide.
 
-    Reads that may be old prove no silence. With on_outage=stop, two worlds must never train at
+    A read that may be stale proves no silence. With on_outage=stop, two worlds must never train at
     once, which only leases ensure.
     """
     stops = settings.patience_in_an_outage < math.inf

@@ -50,7 +50,7 @@ class Fitness:
         self._is_over = is_over
         self._refuse = refuse
         self._fail = fail
-        # While other nodes do not reach this node: the seconds of pauses, and the next pause.
+        # While other nodes do not reach this node: seconds of pauses so far, and the next pause.
         self.at_fault_for, self._next_pause = 0.0, _FIRST_PAUSE
 
     def await_fitness(self, has_had_workers: bool) -> float:

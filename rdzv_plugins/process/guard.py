@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 2.0
 
-# Begins a line with an environment variable, in hexadecimal digits; other lines have pids.
+# Prefix of a line with an environment variable in hexadecimal digits; other lines have pids.
 _EXPECTED = "="
-# How often to look for processes, and the pause in between, because a process may still start.
+# How often to look for processes, because a process may still start, and the pause between looks.
 _LOOKS, _PAUSE = 3, 0.1
 
 
@@ -33,7 +33,7 @@ class Guard:
     """The process that kills workers once this process has ended; for one thread.
 
     Args:
-        folders: the process also deletes these.
+        folders: the guard's process also deletes these folders.
     """
 
     def __init__(self, *folders: str) -> None:
@@ -106,9 +106,9 @@ class Guard:
 
 
 def processes(workers: Collection[int]) -> dict[int, int]:
-    """The worker of each live process: the workers themselves, and the processes of their sessions.
+    """Map each live process of the workers' sessions, by pid, to its worker.
 
-    While its session has processes, no other process gets the pid of a worker that has ended.
+    The kernel gives no new process an ended worker's pid while the worker's session has processes.
     """
     found: dict[int, int] = {}
     for name in os.listdir("/proc") if workers else ():
@@ -123,7 +123,7 @@ def processes(workers: Collection[int]) -> dict[int, int]:
 
 
 def _started_with(entry: bytes) -> list[int]:
-    """The other processes that have this entry in their environment."""
+    """The other processes whose environment has ``entry``."""
     found: list[int] = []
     for name in os.listdir("/proc"):
         if not name.isdecimal() or int(name) == os.getpid():

@@ -92,8 +92,8 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     Args:
         client: the run's namespace; the handler closes it.
-        address: at which other nodes reach this node.
-        names: as of `NodeRecord`.
+        address: where other nodes reach this node.
+        names: see `NodeRecord.names`.
         store_is_here: whether the store's address is loopback, so that other hosts may reach a
             different store. It is called only after a join has timed out.
         attendance: this node's part in a store that nodes run; the handler closes it.
@@ -211,9 +211,8 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._ending = threading.Lock()
         self._ended = False
         self._gone = threading.Event()
-        # After a signal torch's launcher does not call shutdown(), which would close the run. At
-        # exit the node leaves, so that the others need not wait for its lease. A strong reference
-        # in atexit would keep the handler alive for ever.
+        # torch's launcher calls no shutdown() after a signal: the node leaves at exit, so that the
+        # others need not wait for its lease. Weak, because atexit would keep the handler alive.
         itself = weakref.ref(self)
         self._at_exit = lambda: handler._leave_at_exit() if (handler := itself()) else None
         atexit.register(self._at_exit)
@@ -356,7 +355,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
         self._signals.renew()
         self._steps.end()
-        # An agent joins again if it saw a change of membership, or else if its workers failed.
+        # An agent that joins again without a change of membership has failed workers.
         failed = self._store is not None and not self._saw_change
         costs = failed and self._costs_the_others()
         # If the run was closed in the meantime, the join below reports how it ended.
@@ -399,7 +398,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Above 0 if the agent should join again; reads memory, without I/O. Never raises."""
-        # Only the main thread can; next_rendezvous() may have run in another thread.
+        # Only the main thread can renew; next_rendezvous() may have run in another thread.
         self._signals.renew()
         if self._steps.has_saved():
             self._node.orders.note_saved()
@@ -424,7 +423,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         )
 
     def _tell_of_a_hang(self) -> None:
-        """Log the stacks of this node's worker if the round ended because of it."""
+        """Log the stacks of this node's worker if the round ended because the worker hangs."""
         latest = self._node.latest
         if latest is None or not self._hung or self._node.record.label not in latest.cause.stuck:
             return
@@ -434,7 +433,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     @property
     def leave_notice(self) -> float:
-        """As the option; at most ``save_timeout``."""
+        """Seconds of the option ``leave_notice``, at most ``save_timeout``."""
         return min(self._settings.leave_notice, self._node.rules.save_timeout)
 
     @property
@@ -541,7 +540,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         def end() -> None:
             if not self._await_store(lambda: self._close(self._service.close(outcome, why))):
-                self._say_farewell()  # The node has been replaced.
+                self._say_farewell()  # This node has been replaced, so the run stays open.
 
         close = self._archive.command("close")
         return self._end(end, f"this node could not close the run; {close} does")

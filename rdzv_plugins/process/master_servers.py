@@ -26,7 +26,7 @@ class MasterServers:
     """Opens TCPStores, and keeps the one of the current round.
 
     Args:
-        address: at which other nodes reach this node.
+        address: where other nodes reach this node.
         ports: where a TCPStore may listen.
         option: the value of ``master_port``, for messages.
         name: of the thread that listens before torch does.

@@ -26,7 +26,7 @@ class Notice:
     """The signals of one agent; its methods are for the main thread.
 
     Args:
-        seconds: as the option ``leave_notice``.
+        seconds: of the option ``leave_notice``.
     """
 
     def __init__(self, handler: StoreRendezvousHandler, seconds: float) -> None:
@@ -41,7 +41,7 @@ class Notice:
         self._ordered = False
 
     def begin(self) -> None:
-        """Take torch's place: workers run. SIGINT keeps its effect, for people who wait for it."""
+        """Replace torch's handlers while workers run, except SIGINT's: a person waits for it."""
         if not self._seconds or threading.current_thread() is not threading.main_thread():
             return
         for number in {*signal.Signals} - {signal.SIGINT}:
@@ -51,13 +51,13 @@ class Notice:
                 signal.signal(number, self._take)
 
     def end(self) -> None:
-        """Give torch its place back: no workers run, or they failed."""
+        """Restore torch's handlers, because no workers run or they failed."""
         torchs, self._torchs = self._torchs, {}
         for its, handler in torchs.items():
             signal.signal(its, handler)
         number, self._signal = self._signal, None
         if number is not None:
-            # Once more, so that the leave is announced and torch stops the workers.
+            # Repeat the signal, so that the leave is announced and torch stops the workers.
             os.kill(os.getpid(), number)
 
     def look(self) -> None:
@@ -79,6 +79,6 @@ class Notice:
     def _take(self, number: int, _: object) -> None:
         again, self._signal = self._signal is not None, signal.Signals(number)
         self._came = self._came or time.monotonic()
-        # Not more here: the main thread may hold a lock of the handler.
+        # Do no more here: the main thread may hold a lock of the handler.
         if again or not self._handler.can_save:
             self.end()

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import BinaryIO
 
-# No library is known to use it.
+# A real-time signal that no known library uses.
 _SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 _NAME = "rdzv-stacks"
-# How long the answers may take, and how often they are looked at.
+# Seconds that the answers may take, and seconds between two looks at them.
 _PATIENCE, _PAUSE = 0.5, 0.02
 _MOST_BYTES = 32 << 10
 
@@ -58,7 +58,7 @@ def ask(workers: Sequence[tuple[int, int]]) -> list[str]:
 
 
 def wake(pid: int, memory: int) -> str:
-    """The stacks of a worker that has not answered; a stopped one goes on, as it is to be ended."""
+    """The stacks of a worker that has not answered. SIGCONT continues a stopped worker."""
     return _answers([(pid, memory)], signal.SIGCONT)[0]
 
 
@@ -70,7 +70,7 @@ def is_in_a_collective(stacks: str) -> bool:
 
 def _answers(workers: Sequence[tuple[int, int]], number: int | None) -> list[str]:
     with ExitStack() as opened:
-        # Opened first: a worker that goes on may end before its answer is read.
+        # Open before the signal: a worker that SIGCONT continues may end before its answer is read.
         files = [_open(opened, *it) if number is not None else None for it in workers]
         for (pid, _), file in zip(workers, files, strict=True):
             if file is not None and number is not None:

@@ -69,14 +69,14 @@ class _Order(threading.Thread):
                 content += part
             self.content = json.loads(content)
         except (OSError, ValueError):
-            # An agent that is killed leaves an order of which the end is missing.
+            # A killed agent leaves an incomplete order.
             os._exit(self.end_status)
         self._agent.close()
         undo()
 
 
 def _stand_back(low: bool) -> Callable[[], None]:
-    """Let the workers go first; returns what undoes it. For another than the main thread."""
+    """Lower this process's priority; returns the undo function. Not for the main thread."""
     main, own = os.getpid(), threading.get_native_id()
     before, score, is_batch = os.getpriority(os.PRIO_PROCESS, own), "", False
     with suppress(OSError):
@@ -88,7 +88,7 @@ def _stand_back(low: bool) -> Callable[[], None]:
         if is_batch := os.sched_getscheduler(main) == os.SCHED_OTHER:
             os.sched_setscheduler(main, os.SCHED_BATCH, os.sched_param(0))
         with suppress(OSError):
-            # Without the right to raise a priority, only that of this thread stays lower.
+            # Try on this thread whether the process may raise its priority again.
             os.setpriority(os.PRIO_PROCESS, own, before + 1)
             os.setpriority(os.PRIO_PROCESS, own, before)
             os.setpriority(os.PRIO_PROCESS, main, before + _NICE)
@@ -176,7 +176,7 @@ def _become_worker() -> Callable[[], object]:
     _preload(modules.split(","), arguments)
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if order.content is None and cuda is not None and cuda.is_initialized():
-        # The order may still come; after this call the agent can send none.
+        # An order may already be under way; after shutdown() the agent can send no order.
         order.end_status = USES_GPU
         with suppress(OSError):
             agent.shutdown(socket.SHUT_RD)
@@ -192,10 +192,10 @@ def _become_worker() -> Callable[[], object]:
 
 if __name__ == "__main__":
     try:
-        # The program's name in this frame is no global of the script, whose module is another.
+        # A variable here would not be seen by the script, which has its own `__main__` module.
         (_become_worker())()
     except BaseException as error:
-        # Only the script's own frames are of use. A bare `raise` adds none.
+        # Show only the script's own frames; a bare `raise` adds no frame.
         while (trace := error.__traceback__) and trace.tb_frame.f_code.co_filename == __file__:
             error.__traceback__ = trace.tb_next
         raise

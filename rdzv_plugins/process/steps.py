@@ -41,16 +41,16 @@ _STEP, _ENDED, _SAVED, _PID, _RANK, _STACKS = 0, 1, 2, 3, 4, 5
 _FIRST, _FIRST_ENDED, _IMPORTED, _SLOT = 6, 7, 8, 9
 _MOST_RANKS, _MOST_STEPS = 1024, 2**52
 _MILLISECOND = 1_000_000
-_YEAR = 365 * 24 * 3_600_000  # In milliseconds; no record may have any number.
+_YEAR = 365 * 24 * 3_600_000  # In milliseconds: a limit of `Resumed.kept`.
 _BYTES = 8 * (_FIRST_SLOT + _SLOT * _MOST_RANKS)
 
 # Within this time a write is visible to every processor of the host.
 _VISIBLE_SECONDS = 0.01
-# How long a worker waits at a proposed step before it fails, and after it has saved, for the other
-# ranks; and its pause between two looks.
+# Seconds that a worker waits: at a proposed step before it fails, and after its save for the other
+# ranks.
 _PATIENCE, _SAVED_PATIENCE = 300.0, 30.0
 _PAUSE = 0.001
-# Whether a worker has ended is of interest only after this long without a step.
+# Check whether a worker has ended only after this long without a step.
 _SHORT_NANOSECONDS = 10**9
 
 
@@ -60,13 +60,11 @@ class _Verdict(IntEnum):
     OPEN = 0
     """Not decided: a worker that reaches the step waits."""
     WITHDRAWN = 1
-    """Nobody saves for it."""
+    """No rank saves for it."""
     AGREED = 2
     """Every rank saves at it."""
     OVER = 3
-    """As `AGREED`, and training goes on: a worker that has saved does not wait for the end of its
-    round.
-    """
+    """Every rank saves at it, and trains on: no worker waits for the end of its round."""
 
 
 class UndecidedError(RuntimeError):
@@ -83,14 +81,14 @@ class Steps:
     def __init__(self, warn: Callable[[str], object]) -> None:
         self._warn = warn
         self._warned = False
-        # Its descriptor is the only way to the memory, so a killed agent leaves nothing behind.
+        # Only this descriptor gives access to the memory: a killed agent leaves nothing behind.
         self._memory: BinaryIO | None = None
         self._words: memoryview | None = None
         self._pace = _Pace()
         self._saved: list[int] = []
-        # Whether workers may wait for the run, and when they last could go on, in nanoseconds.
+        # Whether workers may wait at a proposal, and when the last wait ended, in nanoseconds.
         self._holds, self._released = False, 0
-        # By slot, what a worker did after so many steps, and its stacks.
+        # By slot: the worker's step when it was probed, what it did then, and its stacks.
         self._probed: dict[int, tuple[int, Doing, str]] = {}
         # When the round began, how its training began, and what was trained in the round before.
         self._began = 0
@@ -98,7 +96,7 @@ class Steps:
         self._trained: Trained | None = None
 
     def end(self) -> None:
-        """Forget all of the round but what was trained, because its workers have ended."""
+        """Forget the round, but keep which steps were trained: its workers have ended."""
         if (words := self._words) is not None and (progress := self.progress()) is not None:
             slot = min(_slots(words), key=lambda it: words[it + _STEP])
             self._trained = Trained(
@@ -119,10 +117,10 @@ class Steps:
         try:
             self._memory = open(os.memfd_create(world_id), "r+b")  # noqa: SIM115
             descriptor = self._memory.fileno()
-            # Without its pages a write to the memory could end the process.
+            # Allocate all pages: without memory for a page, a write would end the process (SIGBUS).
             os.posix_fallocate(descriptor, 0, _BYTES)
             self._words = memoryview(mmap.mmap(descriptor, _BYTES)).cast("q")
-        except (OSError, AttributeError) as error:  # Only Linux has such memory.
+        except (OSError, AttributeError) as error:  # Only Linux has memfd_create.
             if not self._warned:
                 self._warned = True
                 self._warn(
@@ -133,14 +131,14 @@ class Steps:
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def progress(self) -> Progress | None:
-        """As `Workers.progress`."""
+        """See `Workers.progress`."""
         words = self._words
         if words is None or not words[_RANKS]:
             return None
         slots = _slots(words)
         steps = [words[slot + _STEP] for slot in slots]
         slowest, fastest = min(steps), max(steps)
-        # Other nodes could not read a record with such a number.
+        # Other nodes refuse a record with a larger step.
         if slowest <= 0 or fastest > _MOST_STEPS:
             return None
         slow = min(slots, key=lambda it: (words[it], self._doing(it), words[it + _ENDED]))
@@ -160,7 +158,7 @@ class Steps:
         )
 
     def probe(self) -> None:
-        """As `Workers.probe`."""
+        """See `Workers.probe`."""
         words = self._words
         if words is None:
             return
@@ -170,7 +168,7 @@ class Steps:
             self._probed[slot] = words[slot], waits if text else Doing.NO_ANSWER, text
 
     def slowest(self) -> tuple[int, str]:
-        """The rank that is behind, and its stacks; a stopped worker goes on."""
+        """The rank that is behind, and its stacks. Continues the worker if it is stopped."""
         words, progress = self._words, self.progress()
         if words is None or progress is None:
             return 0, ""
@@ -207,18 +205,18 @@ class Steps:
         return self._saved != before and any(self._saved)
 
     def propose(self, step: int) -> None:
-        """As `Workers.propose`."""
+        """See `Workers.propose`."""
         if (words := self._words) is not None:
             self._holds = True
             at = _proposal(words[_LATEST])
             words[at], words[at + 1] = step, _Verdict.OPEN
-            # Some processors let others see a later write first.
+            # On some processors another process may see a later write first.
             time.sleep(_VISIBLE_SECONDS)
             words[_LATEST] += 1
             time.sleep(_VISIBLE_SECONDS)
 
     def settle(self, step: int, saves: bool) -> None:
-        """As `Workers.settle`."""
+        """See `Workers.settle`."""
         if (words := self._words) is not None:
             for index in range(max(0, words[_LATEST] - _PROPOSALS), words[_LATEST]):
                 if words[_proposal(index)] == step:
@@ -228,7 +226,7 @@ class Steps:
                 self._holds, self._released = False, time.monotonic_ns()
 
     def release(self) -> None:
-        """As `Workers.release`."""
+        """See `Workers.release`."""
         if (words := self._words) is not None and words[_LATEST]:
             at = _proposal(words[_LATEST] - 1)
             if words[at + 1] == _Verdict.AGREED:
@@ -274,7 +272,7 @@ class Slot:
         self._words[slot + _PID] = os.getpid()
         self._words[_RANKS] = local_world_size
         self._words[slot + _RANK] = local_rank
-        # Proposals before this one were passed.
+        # The number of proposals that this worker has passed.
         self._passed = 0
         self._saves_at: int | None = None
 
@@ -297,8 +295,8 @@ class Slot:
 
     def _meet(self, number: int, latest: int) -> None:
         """Wait for the verdicts on all proposals up to this step."""
-        # A worker that passes several proposals at once must answer all of them alike.
-        # The agent may be writing the next proposal in the oldest place.
+        # A worker that passes several proposals at once must answer all of them alike. The oldest
+        # place is left out, because the agent may be writing the next proposal there.
         for index in range(max(self._passed, latest - _PROPOSALS + 1), latest):
             at = _proposal(index)
             # Steps may jump back, so that a later proposal is for an earlier step.
@@ -321,14 +319,14 @@ class Slot:
         return verdict != _Verdict.WITHDRAWN
 
     def saved(self, number: int) -> None:
-        """As `rdzv_plugins.saved`."""
+        """See `rdzv_plugins.saved`."""
         words = self._words
         words[self._slot + _SAVED] = number + 1
         if not (latest := words[_LATEST]):
             return
         at = _proposal(latest - 1)
         deadline = time.monotonic() + _SAVED_PATIENCE
-        # The round ends now: a step that this rank began would be lost.
+        # The round ends now, and a further step of this rank would be lost.
         while words[at] <= number and words[at + 1] == _Verdict.AGREED:
             if time.monotonic() > deadline or words[_LATEST] != latest:
                 return
@@ -345,7 +343,7 @@ def _offer(words: memoryview, slot: int) -> tuple[int, int]:
 
 
 def _proposal(index: int) -> int:
-    """The words of a proposal, by its number in the round."""
+    """The index of a proposal's first word, by the proposal's number in the round."""
     return _FIRST_PROPOSAL + 2 * (index % _PROPOSALS)
 
 

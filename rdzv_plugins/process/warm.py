@@ -38,7 +38,7 @@ from rdzv_plugins.settings.environment import inherited
 
 log = logging.getLogger(__name__)
 
-# When new standbys start after the workers, if these tell no steps: imports are over by then.
+# New standbys start this much later than workers that tell no steps, whose imports are over then.
 _SETTLE_SECONDS = 10.0
 # How long a standby may take to start and to read its order, and to end after SIGKILL.
 _ORDER_SECONDS = 5.0
@@ -105,7 +105,7 @@ class _Standby:
         outputs = [own if file is None else file.fileno() for own, file in enumerate(files, 1)]
         order = json.dumps({"environment": dict(environment), "arguments": arguments}).encode()
         with self._agent:
-            # Another program in the place of Python would not do as it is told.
+            # A program other than this package's standby would not send READY.
             if self._agent.recv(1) != standby.READY:
                 raise BrokenPipeError
             socket.send_fds(self._agent, [order[:1]], outputs)
@@ -129,7 +129,7 @@ class Standbys:
     """The standbys of one agent; for one thread.
 
     Args:
-        modules: which standbys import.
+        modules: the names of modules that standbys import.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -144,15 +144,15 @@ class Standbys:
         return [it.process.pid for it in self._waiting]
 
     def attend(self, spec: WorkerSpec) -> None:
-        """Keep standbys from the next rendezvous on, also where this node has to wait for a place.
+        """Keep standbys from the next rendezvous on, also while this node waits for a place.
 
-        A standby that has not imported everything by then is still ahead of a new process.
+        A standby whose imports are not over when it is needed is still ahead of a new process.
         """
         if not isinstance(spec.entrypoint, str):
             return
         self._plans = []
         options = {"numa_options": spec.numa_options} if hasattr(spec, "numa_options") else {}
-        # torch adds numactl where it is asked to.
+        # torch may put numactl before the command.
         with _in_the_place_of_popen(self._foresee):
             for rank in range(spec.local_world_size):
                 arguments = (*macros.substitute([*spec.args], str(rank)),)
@@ -171,7 +171,7 @@ class Standbys:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Let the workers that torch starts meanwhile take standbys."""
+        """While this context is open, let workers that torch starts take standbys."""
         self._plans, self._why_cold = [], []
         with _in_the_place_of_popen(self._start):
             yield
@@ -185,7 +185,7 @@ class Standbys:
         """Start standbys for the next round, at low priority, once the workers have settled.
 
         Args:
-            trains: every worker of this node has finished a step.
+            trains: whether every worker of this node has finished a step.
         """
         if time.monotonic() >= self._due or (trains and self._due < math.inf):
             self._due = math.inf
@@ -236,7 +236,7 @@ class Standbys:
         return "no standby was started"
 
     def _fill(self, priority: str) -> None:
-        """End standbys that nobody can use, and start those that are missing."""
+        """End standbys that no plan needs, and start a standby for each plan without one."""
         missing, kept = [*self._plans], []
         for it in self._waiting:
             if it.process.poll() is None and it.plan in missing:

@@ -44,7 +44,7 @@ class CurrentRound:
             number repeats.
         cause: why this round formed, in words: which nodes were lost, left, failed or joined.
         spares: how many nodes waited without a place when the ranks were given.
-        domain: of this node; None: unknown, or the run does not need it.
+        domain: this node's domain; None: unknown, or the run does not need it.
         fencing_token: larger than in each earlier round of the run id; see `rdzv_plugins.fence`.
         steps_file: shared memory of the node's workers and their agent; None: there is none.
         agent: the process id of the agent that started the worker.
@@ -68,7 +68,7 @@ _ROUNDS = msgspec.json.Decoder(CurrentRound)
 
 
 def current() -> CurrentRound | None:
-    """As `rdzv_plugins.current`."""
+    """See `rdzv_plugins.current`."""
     try:
         found = _ROUNDS.decode(os.environ.get(VARIABLE, ""))
     except msgspec.DecodeError:
@@ -91,7 +91,7 @@ def refuse_in_a_worker(run_id: str) -> None:
 
 
 def end_with_agent() -> bool:
-    """As `rdzv_plugins.end_with_agent`."""
+    """See `rdzv_plugins.end_with_agent`."""
     now = current()
     if now is None or sys.platform != "linux":
         return False
@@ -133,7 +133,7 @@ _held = threading.local()
 
 @contextmanager
 def fence(path: str | os.PathLike[str]) -> Iterator[None]:
-    """As `rdzv_plugins.fence`."""
+    """See `rdzv_plugins.fence`."""
     now, process = current(), os.getpid()
     if now is None:
         yield
@@ -151,7 +151,7 @@ def fence(path: str | os.PathLike[str]) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             _take(descriptor, path, now)
         except OSError as error:
-            error.filename = os.fspath(path)  # Only errors of `open` have it.
+            error.filename = os.fspath(path)  # Only errors of `open` have a filename.
             raise
         yield
     finally:

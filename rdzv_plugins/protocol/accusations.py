@@ -22,8 +22,7 @@ from rdzv_plugins.protocol.rules import View
 _LARGE_PART, _FEWEST = 3, 8
 # A document names at most this many accused nodes at once.
 _MOST_NAMED = 64
-# The accused has this many times the delay of this node or of the accused itself, on a busy host
-# or a slow or far store.
+# An accused node has this many times the larger delay of itself and of this node to answer.
 _TIMES = 4.0
 
 
@@ -39,7 +38,7 @@ def _least(view: View) -> float:
 def until_answered(view: View, node: str, record: NodeRecord) -> float:
     """Seconds after which to look again whether the node has answered; 0: it has not in time."""
     silence, least = view.unanswered.get(node, 0.0), _least(view)
-    # This node knows best how late it wakes once it has waited.
+    # Wait `_least` first: this node knows its own delay best after a wait.
     return max(0.0, (least if silence < least else answered_within(view, record)) - silence)
 
 
@@ -88,7 +87,7 @@ def with_verdicts(
 def until_a_verdict(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> float | None:
-    """Seconds until the next accused node must have answered; None: none is asked."""
+    """Seconds until the next accused node must have answered; None: no node is accused."""
     if view.rules.answer is None or not document.accused:
         return None
     accused = _accused(document, records)
@@ -103,7 +102,7 @@ def until_a_verdict(
 def lost_by_accusation(
     document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> dict[str, Accusation]:
-    """Nodes lost by accusations. A node that beats again comes in like a new node."""
+    """Nodes lost by accusations. A node that beats again joins like a new node."""
     found = {}
     for it in document.accused:
         record = records.get(it.node)
@@ -128,7 +127,7 @@ def still_accused(
 
 
 def _accused(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, Accusation]:
-    """The nodes for which there is the first sign, and that have not beaten since."""
+    """The nodes that refused a neighbour's connection (first sign) and have not beaten since."""
     found: dict[str, Accusation] = {}
     signs = (
         (node, beat, by)

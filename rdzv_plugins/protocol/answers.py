@@ -20,7 +20,7 @@ class Answers:
         self._accused: dict[str, int] = {}
 
     def ask(self, accused: Iterable[Accusation], now: float) -> None:
-        """Note who is accused from now on: an earlier heartbeat is no answer."""
+        """Replace the accused nodes. A heartbeat before the accusation is no answer."""
         beats = {it.node: it.beat for it in accused}
         same = {node for node, beat in beats.items() if self._accused.get(node) == beat}
         self._beats.keep(same)
@@ -30,17 +30,17 @@ class Answers:
         self._accused = beats
 
     def observe(self, records: Mapping[str, NodeRecord], asked: float, now: float) -> None:
-        """As `FailureDetector.observe`, for the accused nodes among these."""
+        """Call `FailureDetector.observe` for each accused node that has a record."""
         for node in self._accused:
             if node in records:
                 self._beats.observe(node, records[node].beat, asked, now)
 
     def restart(self, now: float) -> None:
-        """Give each of them its time again: the store was away."""
+        """Give each accused node its full time again, because the store was away."""
         self._beats.restart(now, _BACK_WITHIN)
 
     @property
     def awaited(self) -> dict[str, float]:
-        """As `View.unanswered`."""
+        """See `View.unanswered`."""
         silent = [it for it in self._accused if not self._beats.moved(it)]
         return {node: self._beats.confirmed_silence(node) for node in silent}

@@ -20,8 +20,8 @@ class OwnCheckpoint:
     def __init__(self, workers: Workers, heartbeat: Heartbeat) -> None:
         self._workers = workers
         self._heartbeat = heartbeat
-        # The round of the memory below; the step that this node has accepted and that is open; the
-        # steps that it has refused or given up; and the step that the run has agreed on.
+        # In round `_world`: the accepted step that is still open, the steps that this node has
+        # refused or given up, and the step that the run has agreed on.
         self._world = ""
         self._open: int | None = None
         self._refused: set[int] = set()

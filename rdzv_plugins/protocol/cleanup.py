@@ -74,7 +74,7 @@ def close_run(
                 # The keys that this node wrote since the sweep would never expire.
                 yield from Drop((NODES_PREFIX + node_id,))
                 return True
-            # A waiting node needs the end, and not the names of thousands of nodes.
+            # A waiting node needs only the end, not the names of thousands of nodes.
             document, _ = apart(latest, INLINE)
         if document is None or (latest is not None and not document.is_of(latest)):
             return False
@@ -84,7 +84,7 @@ def close_run(
         if closed is None:
             yield from _leave_closed(document, entry, why, sweep_after, told)
             if document.outcome is Outcome.CLOSED and latest is not None:
-                # This node trains in the closed run no longer.
+                # This node no longer trains in the closed run.
                 yield from Drop((NODES_PREFIX + node_id,))
             return document.closed
         expected = entry.version if entry else None
@@ -125,15 +125,14 @@ def _closed(
 def _leave_closed(
     document: RoundDocument, entry: Entry | None, why: str, sweep_after: float, told: bool
 ) -> Effects[None]:
-    """Finish what this node has begun with a run that is closed."""
+    """Finish closing a run if this node closed it; otherwise log that it is closed."""
     if not document.closed:
         return
     mine = document.cause.note == why
     if not mine and not told:
         yield from Tell("closed", f"the run is closed: {document.reason}")
     if mine and not document.expires and entry is not None:
-        # Only the node that closed the run does the rest: thousands come here at once when a job
-        # ends.
+        # Only the node that closed the run finishes: at a job's end thousands of nodes come here.
         yield from let_expire(document, entry.version, sweep_after)
 
 

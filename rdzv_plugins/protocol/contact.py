@@ -49,8 +49,8 @@ class Contact:
         self.why_cut_off = ""
         # The kinds of lines that the log has since the last accepted heartbeat.
         self._told: set[str] = set()
-        # Since when the store may accept others; None: by the links none; -inf: another node is
-        # lost.
+        # Since when the store may accept other nodes. None: the links say that it accepts no node.
+        # -inf: another node is lost.
         self._apart: float | None = clock()
 
     def accepted(self, sent: float) -> None:
@@ -81,7 +81,7 @@ class Contact:
 
     @property
     def others_are_lost(self) -> bool:
-        """Whether another node says that it is lost; it may be the only one to know."""
+        """Whether another node says that it is lost. Only that node may know it."""
         return self._apart == -math.inf
 
     def workers_start(self) -> None:
@@ -95,7 +95,7 @@ class Contact:
 
     @property
     def unheard(self) -> float:
-        """As `View.unheard`."""
+        """See `View.unheard`."""
         if self._stopped is not None:
             return self._longest
         return max(self._longest, self._clock() - self._accepted)
@@ -110,9 +110,9 @@ class Contact:
     def is_alone(self) -> bool:
         """Whether the other nodes may have gone on without this node.
 
-        Not at once, because a store that comes back may not know all its users yet.
+        True only after an interval, because a store that comes back may not know all users yet.
         """
-        now, apart = self._clock(), self._apart  # Another thread may change it.
+        now, apart = self._clock(), self._apart  # Another thread may change `_apart`.
         since_long = apart is not None and now - apart >= self._rules.interval
         return since_long and now - self._accepted >= self._rules.lease
 

@@ -86,8 +86,7 @@ from rdzv_plugins.protocol.stalls import stuck
 # compare-and-set.
 _TURN_SECONDS = 0.05
 
-# A limit for more nodes than any run has, because the number comes from the store and is not
-# trusted.
+# The limit of the exponent in `_spread`: max_nodes comes from the store, and is not trusted.
 _STEEPEST = 30.0
 
 # If spares fill the round, the leader waits only this share of `Rules.rejoin` for participants that
@@ -176,7 +175,7 @@ def _start_what_ran(view: View) -> Action | None:
         return None
     if confirmed is None or latest is None or latest.ran != confirmed.world_id:
         return None
-    # A store that forgot may have seen the round named twice: take the token of the round that ran.
+    # After a store forgot, one round may have two tokens: take the token of the round that ran.
     return Start(
         replace(
             confirmed,
@@ -215,7 +214,7 @@ def _follow_while_unfit(view: View) -> Action | None:
         return Wait() if asked else AskTombstone(latest.incarnation)
     if document.leader == view.me and not document.closed:
         return Abdicate(replace(document, leader=None), fails=False)
-    # Tell a drained node now: it may never be fit to ask for a round, and learn it then.
+    # Tell a drained node now: if it stays unfit, it asks for no round and would never learn it.
     return Fail(Failure.DRAINED) if view.me in document.drained else Wait()
 
 
@@ -251,7 +250,7 @@ def _write_back(view: View) -> Action | None:
 
 
 def _is_strange(view: View, document: RoundDocument) -> bool:
-    """Whether the document is of another run, and this node has not asked if its own has ended."""
+    """Whether the document is of another run, and this node did not ask for its run's tombstone."""
     own = view.own
     return own not in (None, document.incarnation) and own not in view.without_tombstone
 
@@ -352,7 +351,7 @@ def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
         return None  # This node asks for a later round.
     given = view.rounds_given.get(document.incarnation, -1)
     if given >= document.round:
-        # This node ran in another run since: the store forgot first one, then the other.
+        # This node ran in another run since: the store forgot first this run, then the other run.
         return SetRecord(Status.JOIN, document.incarnation, given)
     if document.phase is Phase.CONFIRMING:
         if view.opening_for is not None and view.opening_for >= view.rules.lease:
@@ -538,7 +537,7 @@ def _doubt(view: View, at: Situation) -> Action | None:
         world = {*document.previous, *(node for node in records if fits(records[node], document))}
     else:
         world = {*document.participants} - {*document.lost}
-    # Records of nodes that were lost one by one stay in the store.
+    # Leave out nodes that were lost long ago: their records stay in the store.
     world = {
         node
         for node in world
@@ -552,7 +551,7 @@ def _doubt(view: View, at: Situation) -> Action | None:
         return None
     begins = not any(view.forgiven(node) for node in late)
     nodes = sorted(node for node in late if view.forgiven(node) is None)
-    # Doubt no node if the lease that ran out is shorter than a beat may take: then none is late.
+    # No node is late if the lease that ran out is shorter than a beat may take.
     return Doubt(tuple(nodes), begins, len(late), len(world)) if nodes else None
 
 
@@ -604,7 +603,7 @@ def _leave_out_the_kept_out(view: View, at: Situation) -> Action | None:
 
 
 def _await_the_last_round(view: View, at: Situation) -> Action | None:
-    """Exclusivity: wait until each of its nodes asks for this round, is gone, or is evicted."""
+    """Exclusivity: wait until each node of the last round asks again, is gone, or is evicted."""
     if not at.pending:
         return None
     patience = rejoin_patience(view.rules, at.size)
@@ -618,7 +617,7 @@ def _await_the_last_round(view: View, at: Situation) -> Action | None:
 
 
 def _await_the_doubted(view: View, at: Situation) -> Action | None:
-    """Doubt: wait for doubted nodes that asked; in a full round, for those of the last one."""
+    """Doubt: wait for doubted nodes that asked; in a full round only for the last round's nodes."""
     full, previous = at.size >= at.sizes.most, at.document.old_ranks
     unsure = [node for node in at.overdue if not full or node in previous]
     if not unsure:
@@ -710,7 +709,7 @@ _CONFIRMING: tuple[_Leads, ...] = (
 
 
 def _end_the_round(view: View, at: Situation) -> Action | None:
-    """Form the next round: a participant or a person asks, a node is lost, one hangs, it grows."""
+    """Form the next round: on request, for a lost or hanging node, or to grow."""
     document, records = at.document, at.records
     # Ignore `rdzv restart` once a node's workers succeeded, because that node never joins again.
     ordered = bool(at.taken_out or (document.restart and not at.done))

@@ -291,7 +291,7 @@ class Exclusion(msgspec.Struct, frozen=True, array_like=True):
     why: Text = ""
 
     def is_in_force(self, now: float) -> bool:
-        """``now``: seconds since the epoch."""
+        """Whether the exclusion holds at ``now``, in seconds since the epoch."""
         return self.until is None or now < self.until
 
 
@@ -310,8 +310,7 @@ class Accusation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Strikes(msgspec.Struct, frozen=True, array_like=True):
-    """The times, in seconds since the epoch, when rounds began that followed rounds ended by the
-    host.
+    """When rounds began that replaced a round which this host ended, in seconds since the epoch.
 
     Attributes:
         served: how often the host has been in quarantine.
@@ -402,7 +401,7 @@ class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class derived(Generic[T]):  # noqa: N801  # It is used as `property` is.
     """An attribute that is computed when it is first read, and not stored.
 
-    Until Python 3.12 functools' own takes a lock: a twelfth of the time of a node's decisions.
+    Before Python 3.12 functools.cached_property takes a lock: 1/12 of a node's time to decide.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
@@ -428,7 +427,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     Attributes:
         incarnation: a random id of this run; later runs of the same id have others.
         round: grows with every change of membership.
-        leader: id of the node that turns records into rounds; None: it left, and the next one takes
+        leader: id of the node that turns records into rounds; None: it left, and a successor takes
             over.
         participants: ids in rank order; empty while the round forms, and where ``roster`` is set.
         previous: while the round forms, the participants of the last round that are not accounted
@@ -529,7 +528,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return other is not None and self.incarnation == other.incarnation
 
     def names(self, node: str) -> bool:
-        """Whether the run counts on the node, in this or the last round, as far as was read."""
+        """Whether the node is in this or the last round, as far as the rosters were read."""
         return node in self.ranks or node in self.old_ranks
 
     @property
@@ -631,7 +630,7 @@ class NodeRecord(
     """A node's record of itself, which no other node writes.
 
     Attributes:
-        names: of its host, in lower case, the one for people first; "" is the address.
+        names: its host's names in lower case, first the name for people; "" means the address.
         beat: grows with every write; a node whose beat stands still is lost.
         incarnation: the run to which ``round`` and ``world_id`` belong; None before the first
             round.
@@ -643,15 +642,15 @@ class NodeRecord(
         looks: how often it has listed all records since it started, without listings after a failed
             write of the document.
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
-        hosts: False: this node could not open that TCPStore, so another becomes rank 0.
+        hosts: False: this node could not open that TCPStore, so another node becomes rank 0.
         lacks: 4 or 6: the IP version that its host neither has nor reaches; 0: none, or not known.
         failed: it asks for another round, or has left, because its workers or agent failed.
         may_grow: its workers say that now is a good moment to let newcomers in.
         unfit: why it asks for no round: its check failed, or it gave up. It beats while it tries
             again.
         policy: the run's options that are not at their defaults, as text.
-        domain: where it is, by levels with "/" between them; only where the run minds domains.
-        port: of its listener for network checks; 0: none.
+        domain: its domain, with "/" between levels; only if the run minds domains.
+        port: the port of its listener for network checks; 0: none.
         link: the port of its listener for links; with one it may be accused. 0: none.
         accuses: nodes that were gone when this node dialled them again, each with its last beat.
         found: what its network check found in the round of ``world_id``.
@@ -662,12 +661,12 @@ class NodeRecord(
         saved: the last step that all its workers have saved, plus 1; told while the run saves.
         step: the last step of its slowest worker, the milliseconds of a step (0: unknown), and the
             global rank of that worker; None: not every worker has called ``step()`` in this round.
-        stall: milliseconds since that step, and a `progress.Doing`; None: this is not long.
+        stall: milliseconds since that step, and a `progress.Doing`; None: the step is recent.
         resumed: how its workers came to train in this round; told in the first heartbeats only.
         last_call: of a leader: the round that forms, and when its last call ends, by the leader's
             wall clock; for people alone. None: none runs, or it has just begun.
-        at: when it wrote this, by its wall clock, in seconds since the epoch; for people alone. 0:
-            not known.
+        at: when it wrote this record, by its wall clock, in seconds since the epoch; for people
+            alone. 0: not known.
         slow: milliseconds that one of its last two heartbeats took to be written, or by which it
             woke late; 0: less than 50.
     """

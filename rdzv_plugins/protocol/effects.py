@@ -124,7 +124,7 @@ class DialPeer(Begin, frozen=True):
     Attributes:
         node: id of the other node, which answers nobody who does not know its id.
         endpoint: its ``address:port``.
-        exchanges: some megabytes each way; False: connect only, to rank 0's TCPStore.
+        exchanges: exchange some megabytes each way; False: only connect to rank 0's TCPStore.
         limit: seconds after which it has failed.
     """
 
@@ -225,8 +225,8 @@ def after_conflict(conflicts: int) -> Effects[None]:
 class RecordHistory(Effect[None], frozen=True):
     """Note a round, or the end of the run, in the run's history, for people.
 
-    ``at``: when it was so, in seconds since the epoch on this host's clock; None: now. A second
-    record of a round replaces the first.
+    ``at``: the time of the event, in seconds since the epoch on this host's clock; None: now. A
+    second record of a round replaces the first.
     """
 
     record: RoundRecord

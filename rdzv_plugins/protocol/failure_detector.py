@@ -20,8 +20,7 @@ class Watched:
             grace was given instead; None: the node was never doubted.
         moved: the beat has moved since the window began, so the node lives.
         last: the last beat that was seen, even if the record is gone now; -1: none was.
-        was_absent: the store had no record since ``last``; if it has none again, no window begins
-            again.
+        was_absent: the record was missing once since ``last``; a second absence begins no window.
     """
 
     beat: int | None
@@ -80,12 +79,13 @@ class FailureDetector:
             # `RecordCache` decides whether a lower beat is believed.
             seen.beat, seen.last, seen.looked, seen.stale = beat, last, asked, False
         elif seen.stale:
-            seen.since = max(seen.since, now)  # It takes no grace away.
+            seen.since = max(seen.since, now)  # max() keeps a grace.
             seen.beat, seen.last, seen.looked, seen.stale = beat, last, asked, False
         else:
             # The store lost the record, perhaps with beats that were never seen here.
             moved = seen.moved or (beat is not None and seen.beat is not None)
-            since = now if beat is not None else max(seen.since, now)  # No sign of life.
+            # A missing record is no sign of life.
+            since = now if beat is not None else max(seen.since, now)
             forgiven = None if beat is not None else seen.forgiven
             self._seen[node] = Watched(
                 beat, since, now, forgiven=forgiven, moved=moved, last=last, was_absent=beat is None
@@ -97,13 +97,13 @@ class FailureDetector:
         seen.since, seen.looked, seen.forgiven = max(seen.since, now), now, None
 
     def doubt(self, nodes: Iterable[str]) -> None:
-        """Forgive each of these nodes its silence so far; once until its next beat is seen."""
+        """Forgive each node's silence so far, at most once until its next beat is seen."""
         for node in nodes:
             if (seen := self._seen.get(node)) is not None and seen.forgiven is None:
                 seen.forgiven = max(0.0, seen.looked - seen.since)
 
     def confirmed_silence(self, node: str) -> float:
-        """As `Watched.silence`."""
+        """See `Watched.silence`."""
         seen = self._seen.get(node)
         return seen.silence if seen else 0.0
 
@@ -125,12 +125,12 @@ class FailureDetector:
         return confirmed, now - since
 
     def moved(self, node: str) -> bool:
-        """As `Watched.moved`."""
+        """See `Watched.moved`."""
         seen = self._seen.get(node)
         return seen is not None and seen.moved
 
     def restart(self, now: float, grace: float = 0.0, unless: str | None = None) -> None:
-        """Begin every window but one afresh: the observer was late, or could not reach the store.
+        """Restart all windows except that of ``unless``: the observer was late or had no store.
 
         ``grace`` adds seconds for each node until its next beat is seen, because after an outage
         some nodes reconnect later than others. A later call takes no grace away. A node that is

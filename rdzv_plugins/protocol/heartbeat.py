@@ -20,24 +20,24 @@ from rdzv_plugins.protocol.stalls import stall_of
 _SLOW = 50
 # An accused node beats _ANSWERS times within `Rules.answer`, for _ANSWERS_FOR times `Rules.answer`.
 _ANSWERS, _ANSWERS_FOR = 3, 4
-# So many heartbeats of a round tell its `NodeRecord.resumed`: the leader notes it once.
+# A round's first heartbeats carry `NodeRecord.resumed`: the leader needs to read it only once.
 _RESUMED_TOLD = 12
 
 
 class Heartbeat:
-    """When a node's record is written, and with what. ``record``: what the next heartbeat says."""
+    """Writes a node's record when a heartbeat is due. ``record``: what it writes next."""
 
     def __init__(self, own: Own, record: NodeRecord, seen: Observer, workers: Workers) -> None:
         self.record = record
         self._own, self._rules, self._clock = own, own.rules, own.clock
         self._seen, self._workers = seen, workers
-        # Whether the record is due before the next decision, and the bell is rung with it.
+        # Whether to write the record before the next decision, and whether to ring the bell then.
         self._is_due = self._rings = False
         # The first heartbeat comes with the order to join.
         self._next = own.clock() + own.rules.interval
         # Seconds that the last two writes took.
         self._took = (0.0, 0.0)
-        # The node is accused, and beats more often until this time.
+        # Until this time the node beats more often, because it is accused.
         self._answers_until = -math.inf
         # When a step may have stood still for `Rules.step_timeout`.
         self._stalls_at = math.inf
@@ -63,7 +63,7 @@ class Heartbeat:
         self.require(rings=rings)
 
     def answer(self) -> None:
-        """Beat at once, and again: the node is accused, and a store may forget one heartbeat."""
+        """Beat at once and more often: the node is accused, and a store may lose one heartbeat."""
         self._answers_until = self._clock() + _ANSWERS_FOR * (self._rules.answer or 0.0)
         self.require(rings=True)
 
@@ -72,12 +72,12 @@ class Heartbeat:
         self._watch_steps()
         interval_over = self._clock() >= self._next
         if interval_over and not self._is_due:
-            self.amend(may_grow=False)  # The moment is over.
+            self.amend(may_grow=False)  # `may_grow` holds for one interval.
         if self._is_due or interval_over:
             due = min(self._clock(), self._next)
             yield from self._write(last_call())
             self._seen.beat_was_late(self._clock() - due)
-            # Never sooner than an interval. The random part keeps thousands of nodes out of step.
+            # At least one interval. The random part keeps thousands of nodes from beating together.
             pause = self._rules.interval * (1 + 0.1 * self._own.chance.random())
             if self._clock() < self._answers_until:
                 pause = min(pause, (self._rules.answer or 0.0) / _ANSWERS)
@@ -111,7 +111,7 @@ class Heartbeat:
             stall=stall_of(progress, self._rules),
             resumed=resumed if self._resumed_told <= _RESUMED_TOLD else None,
             slow=slow if slow >= _SLOW else 0,
-            # For people alone.
+            # Only people read `at`.
             at=int(self._own.wall()),
             last_call=last_call,
         )

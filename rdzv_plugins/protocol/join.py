@@ -31,7 +31,7 @@ class Orders:
     Each method may be called in any thread, and ends the node's `Park` or `Rest` early.
 
     Attributes:
-        wake: ends them; the driver sets it.
+        wake: ends the wait; the driver sets it.
         unfit: the reason of `report_unfit`; None: there is none.
     """
 
@@ -49,7 +49,7 @@ class Orders:
     def join(self, failed: bool = False, waited: float = 0.0) -> None:
         """Ask for the next round.
 
-        ``failed``: because its workers failed. ``waited``: seconds of ``join_timeout`` already
+        ``failed``: this node's workers failed. ``waited``: seconds of ``join_timeout`` already
         over.
         """
         self.failed, self.waited, self.unfit = failed, waited, None
@@ -117,7 +117,7 @@ class Join:
         waits: an agent waits for a round.
         asked_at, deadline: when it asked, and when its join times out.
         rounds: by incarnation, the number of the last round that it was given.
-        suspect: as `NodeRecord.suspect`.
+        suspect: see `NodeRecord.suspect`.
         news: a line for the log, once the record that asks for a round has been written.
     """
 
@@ -243,8 +243,7 @@ class Join:
     def is_hopeless(self, error: Exception) -> bool:
         """Whether the join ends with this error."""
         if isinstance(error, SealedRunError | ForeignValueError):
-            # The run with another secret lives: without a live node this one would have founded a
-            # run in its place within that time.
+            # Wait a lease first: if no node with another secret lives, this node founds a new run.
             return self.has_asked_for_a_lease
         if isinstance(error, CorruptDocumentError):
             return self._clock() >= self.deadline

@@ -28,7 +28,7 @@ from rdzv_plugins.protocol.rules import Own
 # After this long without a bell, the leader reads the exclusions and publishes the time
 # at which the last call ends.
 _QUIET_SECONDS = 0.05
-# The leader announces no shorter last call, because it would end before people read of it.
+# Announce no shorter last call: it would end before people read of it.
 _SHORTEST_CALL = 1.0
 # A leader renews the run's deadline this often before it would pass.
 _RENEWALS = 4
@@ -65,7 +65,7 @@ class Lead:
         return self._carried if self._looks_back_in(document) else None
 
     def call_to_announce(self) -> tuple[int, int] | None:
-        """As `NodeRecord.last_call`."""
+        """See `NodeRecord.last_call`."""
         document, began = self._seen.document, self._seen.since.enough
         if document is None or document.phase is not Phase.FORMING or began is None:
             return None
@@ -87,7 +87,7 @@ class Lead:
         Args:
             before: the document that it replaced.
             given: the last round that this node's agent was given.
-            shards: of the document, by digest and key.
+            shards: the document's shards, by digest and key.
         """
         self._shards = {key: value for values in shards.values() for key, value in values.items()}
         self._shards_due = 2 * self._rules.interval
@@ -97,7 +97,7 @@ class Lead:
         if document.phase is Phase.CONFIRMING:
             self._gathered = replace(gathered, noticed=self._noticed)
         if document.excluded:
-            self._carried = ()  # The document has them now.
+            self._carried = ()  # The document has the exclusions now.
         if before is None or before.leader != self._own.id:
             # A store that forgot lost the deadline too: renew it once nobody waits for this round.
             self._expires, self._expiry_due = False, self._clock() + self._rules.interval
@@ -182,7 +182,7 @@ class Lead:
             self._bell = bell.version
         elif document.phase is not Phase.CONFIRMING:
             yield from self._look_back(document)
-            # People read of a last call once nobody rings any more.
+            # Announce the last call once no node rings any more.
             if calls:
                 self._heartbeat.require()
         self._seen.read_again(records=True)

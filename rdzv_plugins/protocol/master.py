@@ -23,7 +23,7 @@ class Master:
         # The world_id for which opening has ended, and the address or the error.
         self._opened: tuple[str, str | Exception] | None = None
         self._attempts = Attempts(clock)
-        # The last attempt failed; the next one follows after a pause.
+        # Whether the last attempt failed, and the next attempt waits for a pause.
         self._reopens = False
 
     @property
@@ -33,7 +33,7 @@ class Master:
 
     def report(self, world_id: str, result: str | Exception) -> None:
         """Note how an attempt ended; called in any thread."""
-        opening = self._opening  # The node's thread may give it up.
+        opening = self._opening  # The node's thread may change `_opening`.
         if opening is not None and opening[0] == world_id:
             self._opened = world_id, result
 
@@ -42,7 +42,7 @@ class Master:
         self._opening = None
 
     def opening_for(self, document: RoundDocument | None) -> float | None:
-        """As `View.opening_for`."""
+        """See `View.opening_for`."""
         opening = self._opening
         if opening is None or self._opened is not None or document is None:
             return None
@@ -56,7 +56,7 @@ class Master:
     def open(self, world_id: str) -> Effects[str | float]:
         """The address of this round's TCPStore, or the seconds after which to ask again.
 
-        Raises `RendezvousStateError` if another try is of no use.
+        Raises `RendezvousStateError` if a retry does not help.
         """
         now = self._clock()
         if self._opening is None or self._opening[0] != world_id:

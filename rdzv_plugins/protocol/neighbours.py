@@ -118,7 +118,7 @@ class Neighbours:
             accuses = dict(self._heartbeat.record.accuses)
             accuses.pop(node, None)
             if is_gone:
-                # Read its record first: it may have left, or be of a version without links.
+                # Read the node's record first: it may have left, or have a version without links.
                 _, record = yield from self._seen.read_record(node)
                 if record is not None and record.link and not record.is_over:
                     accuses[node] = record.beat
@@ -177,8 +177,8 @@ class Neighbours:
     def _links_for(self) -> tuple[str, str | None] | None:
         """The round for which links are due, and its leader if a link to it is due; None: unknown.
 
-        The leader connects nodes that are no neighbours: a node outside of the round learns from it
-        that others can go on, and the first nodes of shards learn of each other.
+        The leader connects nodes that are not neighbours: a node outside of the round learns from
+        the leader that others can go on, and the first nodes of shards learn of each other.
         """
         document, confirmed = self._seen.document, self._seen.confirmed
         if self._rules.answer is None or document is None or document.phase is not Phase.RUNNING:
@@ -192,7 +192,7 @@ class Neighbours:
         return document.world_id, leader if self._leads_shard else None
 
     def keep_links(self) -> Effects[None]:
-        """Keep links to both neighbours in the round, and past gone neighbours to the next ones."""
+        """Keep links to both neighbours in the round; past gone neighbours, to the next nodes."""
         confirmed, accused = self._seen.confirmed, dict(self._heartbeat.record.accuses)
         links_for, before = self._links_for(), self._links
         ring: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from rdzv_plugins.protocol.effects import DialPeer, Effects, Read, Tell
 from rdzv_plugins.protocol.policies.network import partner_in
 from rdzv_plugins.protocol.roster import ranks_in, shard_key
 
-# An exchange of data usually takes less; during a longer one the node goes on with its turns.
+# An exchange usually takes less; during a longer exchange the node goes on with its turns.
 _AT_ONCE_SECONDS = 0.05
 
 _LONGEST_WHY = 120
@@ -26,7 +26,8 @@ _Report = tuple[str, float | Exception]
 class NetworkCheck:
     """One check for each round whose rank this node confirms; a dial fails after ``limit`` seconds.
 
-    ``awaits``: the key and version of rank 0's record, if that does not tell its TCPStore yet.
+    ``awaits``: the key and version of rank 0's record, while the record does not have the address
+    of rank 0's TCPStore.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class NetworkCheck:
         self._partner: tuple[str, NodeRecord] | None = None
         self._first: str | None = None
         self._found = Found()
-        # The dial that goes on, and since when; a report of it that was not taken up yet.
+        # The dial that is under way and when it began; its report, until `run` takes it up.
         self._attempts = 0
         self._dialling: tuple[str, float] | None = None
-        # The dial could not begin, for lack of a thread or a descriptor: no fault of the link.
+        # This host had no thread or descriptor for the dial, so the link is not at fault.
         self._beginnings = Attempts(clock)
         self._begins_again = False
         self._report: _Report | None = None
@@ -111,7 +112,7 @@ class NetworkCheck:
                 return None
             why = f"rank 0, {first.label}, at {answer[1]}" if answer[1] else ""
             self._found = replace(self._found, first=self._first, unreached=why)
-        self._world_id = None  # It may confirm the same round again.
+        self._world_id = None  # The node may confirm the same round again.
         return self._found
 
     def _begin(self, document: RoundDocument) -> Effects[None]:

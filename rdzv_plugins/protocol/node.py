@@ -96,8 +96,8 @@ class Node:
         join_timeout: seconds within which a join must end in a round; for a spare they begin when
             the round for which it waits has ended.
         chance: the source of its random share and of incarnations.
-        wall: as `View.wall`.
-        workers: tell their steps; None: they do not.
+        wall: see `View.wall`.
+        workers: the node's workers; None: they tell no steps.
     """
 
     def __init__(
@@ -180,12 +180,12 @@ class Node:
 
     @property
     def latest(self) -> RoundDocument | None:
-        """As `View.latest`."""
+        """See `View.latest`."""
         return self._seen.latest
 
     @property
     def grace_ends(self) -> float:
-        """As `FailureDetector.grace_ends`."""
+        """See `FailureDetector.grace_ends`."""
         return self._seen.liveness.grace_ends
 
     @property
@@ -219,7 +219,7 @@ class Node:
         latest, given = self.latest, self._join.given
         gave_up = self.record.status is Status.LEFT or self.orders.unfit is not None
         if given is None or gave_up:
-            return False  # The others decide about it.
+            return False  # This node gave up, so the others decide whether to go on.
         return latest is None or (latest.is_of(given) and latest.names(self.id))
 
     def finished(self, begun: Begin, result: Any) -> None:
@@ -256,7 +256,7 @@ class Node:
         if failure:
             self._failure, self.orders.unfit = failure, failure
         yield from self._leave()
-        # A delayed beat may overwrite the farewell.
+        # Write the farewell again if a delayed beat has overwritten it.
         entry, _ = yield from self._seen.read_record(self.id)
         if entry is None or entry.value != self.record.encode():
             yield from self._leave()
@@ -268,7 +268,7 @@ class Node:
         """Say that this node is in no round, and leave the lead to others."""
         unfit = self.record.unfit if self.orders.unfit is None else self.orders.unfit
         if self.orders.joins:
-            unfit = ""  # It is fit again, and has not written that yet.
+            unfit = ""  # The node is fit again, and has not written so yet.
         self._heartbeat.amend(
             beat=self.record.beat + 1,
             at=int(self._own.wall()),
@@ -310,7 +310,7 @@ class Node:
                 self._note(request, error, asked)
 
     def _note(self, request: Any, error: Exception | None, asked: float) -> None:
-        """Note what the store's answer, or its silence, says of the node's contact with it."""
+        """Update the node's contact with the store after an answer or an error."""
         if error is None:
             self._seen.answered()
             if isinstance(request, PutRecord):
@@ -343,7 +343,7 @@ class Node:
                 return
         self._waiting = nodes_waiting(view)
         if waits_for_a_living_round(view):
-            self._join.start_over()  # torch's redundant nodes do so too.
+            self._join.start_over()  # torch's redundant nodes start over too.
         elif view.is_late and not isinstance(action, _ENDS):
             # The node has a rank: its round may be about to run.
             self._join.deadline = seen.since.document + self.rules.lease
@@ -352,7 +352,7 @@ class Node:
         if self._join.waits and isinstance(action, rules.Wait):
             yield from self._join.tell_wait(view)
         if self.orders.joins and isinstance(action, _ENDS):
-            return  # The answer is for a join that was given up; another is ordered.
+            return  # The answer belongs to a join that was given up; a new join is ordered.
         # If the write fails, this node does not lead, although it beats and lists.
         seen.is_to_write = isinstance(action, _DECIDES)
         yield from self._act(action)
@@ -375,10 +375,10 @@ class Node:
             yield from self._writer.keep_id()
         if self._beats and (not seen.closed or self._writer.trains_on):
             if self._reads_first:
-                # Others would wait for a node that beats and may read nothing.
+                # Other nodes would wait for a node that beats but may not read.
                 yield from seen.read_document()
                 self._reads_first = False
-            self._take_orders()  # Again, so that the next beat is up to date.
+            self._take_orders()  # Take orders again, so that the next beat is up to date.
             yield from self._heartbeat.keep_alive(self._lead.call_to_announce)
         yield from seen.observe()
         for line in seen.unbelieved.take():
@@ -398,7 +398,7 @@ class Node:
             self._waiting = 0
 
     def view(self) -> rules.View:
-        """The view of this node now. In another thread its parts may be of two moments."""
+        """This node's view now. Another thread may get parts of the view from two moments."""
         now, seen, join = self._clock(), self._seen, self._join
         document = seen.document
         leader = document.leader if document and document.leader else ""
@@ -470,7 +470,7 @@ class Node:
 
     def _write(self, document: RoundDocument) -> Effects[None]:
         first = document.phase is Phase.CONFIRMING and document.ranks.get(self.id) == 0
-        # Not if it has confirmed and takes the lead only then: its TCPStore is open.
+        # If this node confirmed before it took the lead, its TCPStore is open already.
         if first and self.record.world_id != document.world_id:
             yield from self._master.begin(document.world_id)
         yield from self._writer.write(document)
@@ -593,12 +593,12 @@ class Node:
         if not self._seen.since.note_enough(enough, self._clock()):
             self._master.give_up()
             yield from self._pause(seconds)
-        # Else decide again: the last call may take no time.
+        # If the last call begins, decide again at once, because it may last 0 seconds.
 
     def _pause(self, seconds: float | None) -> Effects[None]:
         """Wait for a change, the next beat or ``seconds``; but first do what nobody waits for."""
         if self.ordered or self._master.is_reported:
-            return  # The driver may have ended a wait for this before this wait began.
+            return  # The driver's wake-up may have come before this wait began.
         neighbours = self.neighbours
         if neighbours.is_asked or (yield from self._lead.tidy_up()):
             return
@@ -636,7 +636,7 @@ class Node:
             seen.read_again(document=True)
 
     def _bear(self, error: Exception, failures: int) -> Effects[None]:
-        """Outage: it stops no node, and no node is lost by what could not be read."""
+        """Outage: go on after an error. No node is lost because a read failed."""
         self._seen.read_again(document=True, leader=True, records=True)
         sealed = isinstance(error, SealedRunError)
         damaged = isinstance(error, CorruptDocumentError) and not sealed

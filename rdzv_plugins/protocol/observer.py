@@ -44,7 +44,7 @@ _PUT_BACK = (
 
 
 class Observer:
-    """Reads what the rules need, and notes since when each value has been as it is.
+    """Reads what the rules need, and notes when each value last changed.
 
     Other modules read its attributes; only its own methods change them. An attribute that
     `rules.View` has too means the same here.
@@ -53,14 +53,14 @@ class Observer:
         clock: the node's monotonic clock, in seconds.
 
     Attributes:
-        document: as last read; with all its nodes after a listing, before that with its own rank.
+        document: as last read, with this node's own rank; with all its nodes after a listing.
         arriving: a document that was read, while this node still reads its own rank in it.
         token: the version of the document's key as last read.
         shards: the keys of the shards of that document.
-        since: since when each part of the document has been as it is.
+        since: when each part of the document last changed.
         liveness: since when each node's beat has stood still.
         progress: since when the leader's count of listings has stood still.
-        looks: as `NodeRecord.looks`.
+        looks: see `NodeRecord.looks`.
         is_to_write: this node has decided to write the document, and has not done so yet.
         listed_since: when this node last listed all records, or began to have to.
         document_is_fresh: the document was read or written since this node last paused.
@@ -94,7 +94,7 @@ class Observer:
         self._due = {"document", "records"}
         # Whether this node lists all records although it does not lead.
         self._lists = False
-        self._leader_is: str | None = None  # The id of the node of `leader`.
+        self._leader_is: str | None = None  # The id of the node whose record `leader` is.
         self._listing = RecordCache(rules.lease)
         self._own_rank = OwnRank(node_id, rules.inline)
         self._listed_at = float("-inf")
@@ -115,11 +115,11 @@ class Observer:
         return self._clock() - self.listed_since >= self._rules.lease
 
     def beat_was_late(self, seconds: float) -> None:
-        """Note how late this node's beat was written; an outage is no lateness."""
+        """Note how late this node's beat was written, without the time of an outage."""
         self.delays.beat_was_late(min(seconds, self._clock() - self.outages.over_at))
 
     def doubt(self, nodes: Iterable[str]) -> None:
-        """As `FailureDetector.doubt`."""
+        """See `FailureDetector.doubt`."""
         self.liveness.doubt(nodes)
 
     def read_again(
@@ -173,7 +173,7 @@ class Observer:
         self._due.discard("document")
 
     def ring(self, document: RoundDocument) -> tuple[str, ...]:
-        """As `OwnRank.ring`."""
+        """See `OwnRank.ring`."""
         return self._own_rank.ring(document)
 
     @property
@@ -252,8 +252,8 @@ class Observer:
             return True
         if document.is_of(latest):
             return document.closed or (not latest.closed and document.place >= latest.place)
-        # A live run replaces this node's, unless that was closed with this node: a node is in one
-        # run only.
+        # A live run replaces `latest`, unless `latest` is closed and this node was in it: a node is
+        # in one run only.
         return not document.closed and not (latest.closed and latest.is_of(self.confirmed))
 
     def without_tombstone(self) -> frozenset[str]:
@@ -283,7 +283,7 @@ class Observer:
         return entry, record
 
     def observe(self) -> Effects[None]:
-        """Read what is due: the document, then all records as the leader, or else the leader's."""
+        """Read what is due: the document, then the leader's record, or all records as a leader."""
         if "document" in self._due:
             yield from self.read_document()
         if self.misses_its_rank and self.document is not None:
@@ -304,8 +304,8 @@ class Observer:
         asked = self._clock()
         _, record = yield from self.read_record(leader)
         self._leader_is = leader
-        # Keep the known record unless this one is as new: a store that lost writes may show an
-        # older record, or none.
+        # Keep the known record if it is newer: a store that lost writes may show an older record,
+        # or none.
         if record is not None and (self.leader is None or record.beat >= self.leader.beat):
             self.leader = record
         if record is None:
@@ -356,7 +356,7 @@ class Observer:
         if document.leader == self._me:
             for digest, shards in apart(document, self._rules.inline)[1].items():
                 if not stored.keys() >= shards.keys():
-                    # The store has lost them. Participants and successors look for their ranks.
+                    # The store has lost these shards, in which participants look for their ranks.
                     yield from PutShards(shards)
                     self.shards.stored[digest] = [*shards]
         # Watch a missing roster like a node, so that outages and lags excuse it too.
@@ -410,7 +410,7 @@ class Observer:
         return max([*silent, *self.answers.awaited.values()], default=0.0)
 
     def is_lost(self, node: str) -> bool:
-        """As `View.is_lost`."""
+        """See `View.is_lost`."""
         record = self.records.get(node) if self.records else None
         return node != self._me and self._has_lost(node, record)
 

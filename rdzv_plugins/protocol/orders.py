@@ -47,7 +47,7 @@ class Given:
         left: how many nodes remain that could be in a round, as far as their records tell.
         lacks: how many more nodes a round needs.
         size: how many of the remaining nodes a round takes; 0: too few remain.
-        stops: enough nodes were there without the order, and too few are with it.
+        stops: without the order there are enough nodes for a round, and with it too few.
     """
 
     document: RoundDocument | None = None
@@ -73,7 +73,7 @@ def nodes_named(name: str, records: Mapping[str, NodeRecord]) -> list[str]:
 
 
 def host_and_pid(name: str) -> tuple[str, str]:
-    """The parts of a label; without a process id, which is then empty, the name of a host."""
+    """The host and the process id of a label; the process id of a mere host name is empty."""
     found = _LABEL.fullmatch(name.lower())
     return (found[1], found[2] or "") if found is not None else (name, "")
 
@@ -181,7 +181,7 @@ def exclude(
 
 
 def include(giver: str, hosts: Collection[str]) -> Effects[bool]:
-    """Take back what keeps a host of these names out; returns whether anything did."""
+    """End exclusions and quarantines of these hosts; returns whether there were any."""
     document, _ = yield from _look()
     if document is None:
         return False

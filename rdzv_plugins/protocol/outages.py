@@ -35,7 +35,7 @@ class Outages:
         # When the store last answered, and for how long the node has paused on purpose since then.
         self._answered: float | None = None
         self._paused = 0.0
-        # A request failed, or the store's client repeats one, perhaps one that waits.
+        # Whether a request failed; whether the store's client repeats a request, perhaps a wait.
         self._failed = self._repeated = False
 
     def paused(self, seconds: float) -> None:
@@ -84,10 +84,10 @@ class Delays:
 
     @property
     def lag(self) -> float:
-        """As `View.lag`."""
+        """See `View.lag`."""
         return max(0.0, max(self._late) - self._interval / 2)
 
     @property
     def latency(self) -> float:
-        """As `View.latency`."""
+        """See `View.latency`."""
         return max(self.listing, self.overslept)

@@ -1,4 +1,4 @@
-"""A node's own rank, where the nodes of a round stand in shards beside the document."""
+"""A node's own rank in a large round, whose nodes are in shards beside the document."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OwnRank:
     """The ranks that a node has read in the shards of the last `_KEPT` rosters.
 
     Args:
-        inline: as `rules.Rules.inline`.
+        inline: see `rules.Rules.inline`.
     """
 
     def __init__(self, node_id: str, inline: int) -> None:

@@ -48,8 +48,8 @@ class Service:
 
     Attributes:
         last: the last round that its agent was given.
-        newcomers: the nodes that joined a run that went on already, together with this node or
-            later; None: this node did not join a run that went on.
+        newcomers: the nodes that joined the run with this node or later; None: no round had run
+            before this node joined.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Service:
         return (self._node.done and not all_done) or not self._node.in_round
 
     def may_give_up(self, of_workers: bool) -> bool:
-        """Whether a node leaves if others go on, after its workers, or else its agent, failed."""
+        """Whether a node with failed workers (False: a failed agent) leaves if others go on."""
         return self.is_new if of_workers else not self._node.done
 
     def costs_the_others(
@@ -168,7 +168,7 @@ class Service:
         """
         node, last, latest = self._node, self.last, self._node.latest
         if last is not None and latest is not None and not latest.is_of(last):
-            latest = last  # The store lost this run; the latest was founded since, and goes on.
+            latest = last  # The store lost this run, and `latest` is of a newer run.
 
         def may_close(now: RoundDocument) -> bool:
             follows = last is not None and now.is_of(last) and now.round == last.round + 1
@@ -240,8 +240,8 @@ def goes_on_without(
 ) -> bool:
     """Whether the other nodes of a run are enough for a round, without ``newcomers``.
 
-    ``records`` None: there are many, and participants are counted instead: each node that is gone
-    may break a segment.
+    ``records`` None: there are too many to read. Participants are counted instead, and each gone
+    node may break a segment.
     """
     sizes = Sizes.of(rules)
     if document.closed:
@@ -262,7 +262,7 @@ def goes_on_without(
         and fits(record, document)
         and (record.asks or _runs(document, node, record))
     ]
-    # Leave out as many as there are newcomers without known names.
+    # Leave out one node for each newcomer whose name is unknown.
     others = others[newcomers.more :]
     return world_size(others, records, sizes) > 0
 

@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-# As in `kv.gate`, whose import would make a worker's first step longer.
+# Copies of `kv.gate`'s types: importing kv.gate would delay a worker's first step.
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Difference = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 
@@ -21,8 +21,8 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
         first_step: from then until each of them had finished a step.
         lost: how many steps they repeat; less than 0: they skip steps. None: not known, because no
             worker of their agent has trained before.
-        kept: from the first step of the round in which they trained before to the last step that
-            they do not repeat; less than 0: they also repeat steps of earlier rounds.
+        kept: the time from the first step of the round in which they trained before to the last
+            step that they do not repeat; less than 0: they also repeat steps of earlier rounds.
     """
 
     started: _Count
@@ -32,7 +32,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """The steps of a round, ``first`` to ``last``, which ended at ``began`` and ``ended``."""
+    """Steps ``first`` to ``last`` of a round; ``began``, ``ended``: when these two steps ended."""
 
     first: int
     last: int
@@ -40,13 +40,13 @@ class Trained(msgspec.Struct, frozen=True):
     ended: int
 
     def kept(self, lost: int) -> int:
-        """For how long it trained without the last ``lost`` steps."""
+        """How long the steps took without the last ``lost`` steps."""
         steps = self.last - self.first
         return (self.ended - self.began) * min(steps, steps - lost) // steps if steps > 0 else 0
 
 
 class Doing(IntEnum):
-    """What a worker does whose step stands still, as its stacks tell. The first is blamed first."""
+    """What a worker does while its step stands still. A lower value is blamed first."""
 
     NO_ANSWER = 0
     """It does not answer a signal: it is stopped, or hangs in the kernel."""
@@ -57,7 +57,7 @@ class Doing(IntEnum):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Where the workers of one node are.
+    """The steps of one node's workers.
 
     Attributes:
         step, fastest: the last step of the slowest and of the fastest local rank.
@@ -79,26 +79,26 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Workers(Protocol):
-    """The workers of a node, as far as they tell their steps. No method raises."""
+    """Access to the steps of a node's workers. No method raises."""
 
     def progress(self) -> Progress | None:
-        """Where they are; None: a worker has not called ``step()`` in this round."""
+        """Their progress; None: a worker has not called ``step()`` in this round."""
 
     def propose(self, step: int) -> None:
-        """Have each of them wait when it reaches the step.
+        """Have each worker wait when it reaches ``step``.
 
-        Returns once each of them has seen it at its next step: `progress` then tells who is past
-        it.
+        Returns once each worker has read the proposal at its next step: `progress` then tells
+        which workers are past ``step``.
         """
 
     def settle(self, step: int, saves: bool) -> None:
         """End the wait at the step; ``saves``: all ranks of the run save there."""
 
     def probe(self) -> None:
-        """Find out what each of them does: `Progress.doing`."""
+        """Find out what each worker does, for `Progress.doing`."""
 
     def release(self) -> None:
-        """Let workers train on that have saved, and wait for the end of the round."""
+        """End the wait of workers that have saved: they train on."""
 
 
 class NoSteps:

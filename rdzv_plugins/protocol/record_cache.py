@@ -23,7 +23,7 @@ class RecordCache:
 
     Attributes:
         unbelieved: by node, why its record counts as absent, as of the last look.
-        shortest_lease: of all records, and of nodes without a record, which have ``lease``.
+        shortest_lease: the shortest lease of all nodes; a node without a record has ``lease``.
     """
 
     def __init__(self, lease: float | None = None) -> None:
@@ -88,12 +88,12 @@ class RecordCache:
             return None
         if known is None:
             if not node.isalnum() and not is_host(node):
-                # Otherwise nodes would name it, dial it and send its id to others.
+                # Otherwise nodes would dial this node, and name its id to others.
                 self.unbelieved[plain(node, 40)] = (
                     "a node's record is not believed: the id of no node"
                 )
                 return None
-            # A record that comes back unchanged is one that a forgetful store has found again.
+            # A forgetful store has found this record again, unless its beat is lower than before.
             return None if record.beat < self._gone.get(node, 0) else (entry.version, record)
         return entry.version, record if record.beat >= known[1].beat else known[1]
 

@@ -71,7 +71,7 @@ def shards_of(document: RoundDocument | None) -> dict[str, list[str]]:
 
 
 class ShardKeys:
-    """The keys of the shards of the stored document, and of earlier documents, by digest."""
+    """Shard keys by digest: of the stored document (``stored``), and of earlier documents."""
 
     def __init__(self) -> None:
         self.stored: dict[str, list[str]] = {}
@@ -106,7 +106,7 @@ def _prefix(incarnation: str, shards: Shards) -> str:
 
 
 def known_ranks(document: RoundDocument | None) -> dict[str, dict[str, int]]:
-    """The ranks that are known with a document, by the digest of their nodes."""
+    """The ranks that a document or its rosters hold, by the digest of their nodes."""
     if document is None:
         return {}
     known: dict[str, dict[str, int]] = {}
@@ -188,7 +188,7 @@ def _are(incarnation: str, nodes: tuple[str, ...], shards: Shards) -> bool:
 def members_by_their_records(
     document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> tuple[str, ...]:
-    """The nodes whose records say that they confirmed this round; while it forms, the last one."""
+    """The nodes that confirmed this round (while it forms: the last round), by their records."""
     world_id, last = document.world_id, (document.incarnation, document.round - 1)
     forms = document.phase is Phase.FORMING
     found = [

@@ -73,8 +73,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         name: ``host[pid]``, or the node's id if its record was gone.
-        rank: of a participant, in the round; of any other node, in the round before. None: the node
-            had none, or the leader had not seen that round.
+        rank: a participant's rank in the round, or another node's rank in the round before. None:
+            the node had none, or the leader had not seen that round.
     """
 
     name: Id
@@ -92,8 +92,8 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     Attributes:
         phase: running; forming for a run that has had no round; closed at the end.
         nodes: how many participants; ``members`` are the first of them, in rank order.
-        kept: of a run that ended: for how many more seconds its id is taken.
-        lost_steps: how many steps the round repeats. None: not known, as of the first round.
+        kept: how many more seconds the id of an ended run is taken.
+        lost_steps: how many steps the round repeats. None: not known, as in the first round.
         trained: seconds from the first step of the round before to the last that is not repeated;
             less than 0: steps of earlier rounds are repeated too.
     """
@@ -133,7 +133,7 @@ def record_of(
     Args:
         records: of the nodes, as far as they are known.
         before: the round before it, if this node was in it; tells the old ranks of nodes.
-        kept: as `RoundRecord.kept`.
+        kept: see `RoundRecord.kept`.
     """
     by_name = {record.label: (node, record) for node, record in records.items()}
     old = before.ranks if before is not None and before.is_of(document) else {}

@@ -177,7 +177,7 @@ def naming_participants(at: Situation) -> RoundDocument:
         cause=cause,
         grew=document.round if taken - old else document.grew,
         ran=None,
-        # Fencing token: in milliseconds, so that it grows even if the store forgot the last one.
+        # Fencing token: in milliseconds, so that it grows even if the store forgot the last token.
         fencing_token=max(document.fencing_token + 1, int(at.wall * 1000)),
     )
 
@@ -230,7 +230,7 @@ def amended(
                 unfit[record.label] = record.unfit
             if said_so and record is not None and record.failed:
                 failed.append(record.label)
-    # Sorted, so that every leader keeps the same names of many.
+    # Sorted, because a cause keeps only some of many names: every leader keeps the same names.
     cause = cause.plus(lost=silent, left=left, failed=failed)
     return cause.because(dict(sorted(unfit.items()))).found(dict(sorted(ended.items())))
 

@@ -122,7 +122,7 @@ class Own:
 
     Attributes:
         clock: monotonic seconds.
-        wall: as `View.wall`.
+        wall: see `View.wall`.
         chance: the source of its random share, its pauses and of incarnations.
     """
 
@@ -252,7 +252,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return seen.forgiven if seen is not None else None
 
     def moved(self, node: str) -> bool:
-        """As `Watched.moved`."""
+        """See `Watched.moved`."""
         seen = self.watched.get(node)
         return seen is not None and seen.moved
 
@@ -264,7 +264,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return self.lag + (self.rules.lease if record is None else record.lease)
 
     def patience(self, node: str) -> float:
-        """As `Watched.patience`."""
+        """See `Watched.patience`."""
         seen, lease_and_lag = self.watched.get(node), self.lease_and_lag(node)
         return seen.patience(lease_and_lag) if seen is not None else lease_and_lag
 
@@ -300,7 +300,7 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class SetRecord(msgspec.Struct, frozen=True):
-    """Write this node's record, and ``ring``; ``hosts=False``: it opened no TCPStore in time."""
+    """Write this node's record; ``ring``: ring the bell; ``hosts=False``: its TCPStore was late."""
 
     status: Status
     incarnation: str | None
@@ -330,7 +330,7 @@ class Fail(msgspec.Struct, frozen=True):
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """Give these nodes one more lease: ``late`` of ``world`` are late; ``begins``: newly so."""
+    """Give ``nodes`` one more lease: ``late`` of ``world`` nodes are late; ``begins``: only now."""
 
     nodes: tuple[str, ...]
     begins: bool
@@ -364,7 +364,7 @@ class Abdicate(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Wait for a change or ``seconds``; ``enough``: enough nodes are ready: the last call runs."""
+    """Wait for a change or ``seconds``; ``enough``: enough nodes are ready for the last call."""
 
     seconds: float | None = None
     enough: bool = False

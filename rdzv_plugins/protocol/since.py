@@ -1,4 +1,4 @@
-"""Since when each part of the round document has been as it is."""
+"""When each part of the round document last changed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ class Since:
     """Times at which a node first saw the document as it is now, on its monotonic clock.
 
     Attributes:
-        document: of the document itself.
-        round: of its round.
-        running: of the round that runs; None: none runs.
-        forming: of the last document before `running`; None: this node saw none.
-        saving: of a round that awaits a checkpoint; None: it awaits none.
-        grown: of the last round that let newcomers in.
-        enough: since when enough nodes are ready, as this leader has counted; None: too few are.
+        document: when it first saw the document.
+        round: when it first saw the document's round.
+        running: when it first saw the round run; None: no round runs.
+        forming: when it first saw the last document before `running`; None: it saw no such one.
+        saving: when it first saw that the round awaits a checkpoint; None: it awaits none.
+        grown: when it first saw the last round that let newcomers in.
+        enough: when this leader first counted enough ready nodes; None: there are too few.
     """
 
     def __init__(self, now: float) -> None:

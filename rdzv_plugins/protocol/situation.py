@@ -28,7 +28,7 @@ _NOBODY: frozenset[str] = frozenset()
 
 
 def assess(view: View, document: RoundDocument) -> Situation:
-    """The situation in the eyes of a node that has listed all records."""
+    """The situation as a node sees it that has listed all records."""
     records = {**(view.records or {}), view.me: view.record}
     document = with_verdicts(view, document, records)
     gone = lost_by_accusation(document, records) if document.accused else {}
@@ -51,7 +51,7 @@ def assess_from_outside(
     is_lost: Callable[[str], bool],
     wall: float,
 ) -> Situation:
-    """The situation in the eyes of an observer that has read all of the run and is no node of it.
+    """The situation as an observer sees it that has read the whole run and is no node of it.
 
     Args:
         is_silent: whether a heartbeat of the node is overdue.
@@ -72,7 +72,7 @@ def assess_from_outside(
 def lost_nodes(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> frozenset[str]:
-    """Nodes that are lost by their heartbeats, as `View.is_lost`."""
+    """Nodes that `View.is_lost` calls lost; none before the first lease has passed."""
     if view.until_first_lease is not None:
         return _NOBODY
     return frozenset(node for node in _all_nodes(document, records) if view.is_lost(node))
@@ -81,7 +81,7 @@ def lost_nodes(
 def _silent_nodes(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> frozenset[str]:
-    """Nodes whose leases have run out, whether or not they were forgiven."""
+    """Nodes whose leases have run out, even if they were given one more lease."""
     if view.until_first_lease is not None:
         return _NOBODY
     others = _all_nodes(document, records) - {view.me}
@@ -104,7 +104,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         by_accusation: the lost nodes whose processes are gone, each with its accusation.
         silent: nodes that do not count as live, because their leases have run out even if they have
             one more lease; for an outside observer, because a heartbeat is overdue.
-        back: nodes that the document gives up as lost, and that beat again.
+        back: nodes that the document calls lost, and that beat again.
     """
 
     document: RoundDocument
@@ -152,7 +152,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def not_admitted(self) -> Mapping[str, Reason]:
-        """Nodes that ask for a round, and that no policy lets into the next one, and why."""
+        """Nodes that ask for a round, but that a policy keeps out of the next round, and why."""
         runs = self.document.phase is Phase.RUNNING
         return policies.not_admitted(self, self.waiting if runs else self._eligible)
 
@@ -335,7 +335,7 @@ def nodes_waiting(view: View) -> int:
     if not document.is_of(member):
         return int(member.incarnation in view.without_tombstone)
     if document.place < latest.place:
-        return 0  # The store forgot; nodes write the document back.
+        return 0  # The store forgot the newer document, and nodes write it back.
     ended = document.round > member.round or document.world_id != member.world_id
     return to_join_again(document) if ended else 0
 

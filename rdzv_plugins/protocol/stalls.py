@@ -32,13 +32,13 @@ _SHOWN = {
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the workers of a run are.
+    """The steps of a run's workers.
 
     Attributes:
         step: the last step of the slowest rank.
-        seconds: that a step takes; 0: not known, or less than a millisecond.
+        seconds: how long a step takes; 0: not known, or less than a millisecond.
         stalled: seconds for which no step has come, if that is long; else 0.
-        host, rank: of the rank that is behind the others, or that stands still; None: none is.
+        host, rank: of the rank that is behind the others, or stands still; None: no rank is.
     """
 
     step: int
@@ -61,7 +61,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stall_of(progress: Progress | None, rules: Rules) -> tuple[int, Doing] | None:
-    """The record's ``stall``."""
+    """See `NodeRecord.stall`."""
     if progress is None:
         return None
     limit = max(_LEAST_SECONDS, _TIMES * progress.milliseconds / 1000)
@@ -70,7 +70,7 @@ def stall_of(progress: Progress | None, rules: Rules) -> tuple[int, Doing] | Non
 
 
 def standing_of(record: NodeRecord) -> Standing | None:
-    """Where the slowest worker of one node is; None: its workers tell no steps."""
+    """The step of one node's slowest worker; None: its workers tell no steps."""
     if record.step is None or record.status is not Status.RUN:
         return None
     step, milliseconds, rank = record.step
@@ -80,7 +80,7 @@ def standing_of(record: NodeRecord) -> Standing | None:
 
 
 def standing(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Standing | None:
-    """Where the workers of the run are; None: they tell no steps."""
+    """The steps of the run's workers; None: they tell no steps."""
     told = [*_told(document, records).values()]
     if not told:
         return None
@@ -93,7 +93,7 @@ def standing(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Stan
 
 
 def stuck(view: View, at: Situation) -> tuple[NodeRecord, str] | None:
-    """Because of which node the round ends, and why; None: steps come, or step_timeout is off."""
+    """The node whose stall ends the round, and why; None: steps come, or step_timeout is off."""
     limit, document = 1000 * view.rules.step_timeout, at.document
     if not limit or at.done:
         return None
@@ -127,7 +127,7 @@ def _blame(record: NodeRecord) -> tuple[int, Doing]:
 
 
 def _is_behind(record: NodeRecord, fastest: int) -> bool:
-    """Whether its last heartbeat tells fewer steps than its age explains."""
+    """Whether the node's last heartbeat tells fewer steps than the heartbeat's age explains."""
     assert record.step is not None
     step, milliseconds, _ = record.step
     if not milliseconds:

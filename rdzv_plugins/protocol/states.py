@@ -8,7 +8,7 @@ from rdzv_plugins.protocol.documents import NodeRecord, Outcome, Phase, RoundDoc
 from rdzv_plugins.protocol.policies.kept_out import exclusion_of
 from rdzv_plugins.protocol.situation import fits
 
-# A node's heartbeats are up to 1.1 intervals apart; the rest is for slow requests.
+# A node's heartbeats are up to 1.1 intervals apart; the other 0.1 is for slow requests.
 _DUE_INTERVALS = 1.2
 
 
@@ -44,7 +44,7 @@ class State(StrEnum):
 
     @property
     def is_odd(self) -> bool:
-        """Whether people see it first."""
+        """Whether people should see a node in this state first."""
         return self in _ODD
 
 
@@ -62,7 +62,7 @@ _ODD = frozenset(
 
 
 def is_due(silence: float, record: NodeRecord | None) -> bool:
-    """Whether a heartbeat of the node was due in these seconds."""
+    """Whether the node should have sent a heartbeat in ``silence`` seconds."""
     return silence >= (_DUE_INTERVALS * record.interval if record is not None else 0.0)
 
 
@@ -78,8 +78,8 @@ def state_of(
     """The state of the node.
 
     Args:
-        record: the node's own; None: it has none.
-        silent, lost: a heartbeat is overdue, or its lease ran out, on the caller's monotonic clock.
+        record: the node's record; None: it has no record.
+        silent, lost: a heartbeat is overdue, the lease ran out, on the caller's monotonic clock.
         now: seconds since the epoch; exclusions end by it.
     """
     called_lost = document is not None and node in document.lost
@@ -114,7 +114,7 @@ def state_of(
 
 
 def _before_the_first(record: NodeRecord) -> RoundDocument:
-    """Stands for the document that nobody has written yet."""
+    """Replaces the first document, which no node has written yet."""
     return RoundDocument(
         incarnation="", round=0, phase=Phase.FORMING, leader=None,
         min_nodes=record.min_nodes, max_nodes=record.max_nodes,
@@ -122,7 +122,7 @@ def _before_the_first(record: NodeRecord) -> RoundDocument:
 
 
 def _is_left_behind(document: RoundDocument, node: str, record: NodeRecord) -> bool:
-    """Whether the leader has called the node lost, whose record has not changed since."""
+    """Whether the leader has called the node lost, and its record has not changed since."""
     ran = record.status is Status.RUN and record.incarnation == document.incarnation
     known = document.is_whole and not document.names(node) and node not in document.evicted
     return ran and known and record.round < document.round

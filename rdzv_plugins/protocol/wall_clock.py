@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 CLOCKS_DIFFER = 5.0
-"""Seconds from which a difference of clocks is told; less may be how long a heartbeat took."""
+"""Seconds. A smaller difference of clocks is not told: a heartbeat may have taken that long."""
 
 _DAY = 24 * 3600.0
 
 
 def as_iso(seconds: float) -> str | None:
-    """ISO 8601 in UTC, of seconds since the epoch; None for 0, and for what is no time."""
+    """ISO 8601 in UTC, of seconds since the epoch; None for 0, and for a number that is no date."""
     at = _time(seconds)
     return at.isoformat(timespec="seconds") if at is not None else None
 

@@ -44,7 +44,7 @@ class Diagnosis:
         refused: how many asking nodes are not admitted to the next round, and why.
         network: between which nodes data do not pass, or pass slowly.
         since: since when the round forms.
-        seconds: how long still, or how long already, as ``limit`` says; None: nothing limits it.
+        seconds: seconds left, or passed, as ``limit`` says; None: there is no limit.
         limit: the words after the seconds, such as "to join_timeout".
         needs: whether the round needs more nodes.
     """
@@ -67,7 +67,7 @@ class Diagnosis:
 
     @property
     def lasting(self) -> str:
-        """The sentence without its seconds: it changes only when the run does."""
+        """The sentence without seconds, so that it changes only when the run changes."""
         have = "has" if len(self.absent.first) + self.absent.more == 1 else "have"
         gone = (
             ("lost", self.lost),
@@ -237,7 +237,7 @@ def _refused(at: Situation) -> str:
 
 
 def _dead(at: Situation, known: _Known) -> Diagnosis | None:
-    """The diagnosis of a run in which nobody can do anything; None: somebody can."""
+    """The diagnosis of a run in which no node can act; None: a node can."""
     document, records = at.document, at.records
     if document.closed:
         return None
@@ -393,7 +393,7 @@ _BY_PHASE: dict[Phase, _Says] = {
 
 
 def _held(at: Situation) -> Reason:
-    """The options that may hold newcomers back, as the round's first node has them."""
+    """The options that may hold newcomers back, from the record of the round's first node."""
     policies = (at.records[node].policy for node in at.document.ranks if node in at.records)
     options = next(policies, "").split(",")
     return Reason(", ".join(it for it in options if it.partition("=")[0] in GROWTH))
@@ -411,7 +411,7 @@ def _nnodes(document: RoundDocument) -> str:
 
 
 def _size(document: RoundDocument) -> str:
-    """How many nodes the round has, and may have if that differs."""
+    """How many nodes the round has, and how many it may have if that differs."""
     size = document.size
     if size == document.min_nodes == document.max_nodes:
         return _count(size)

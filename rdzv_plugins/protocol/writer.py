@@ -36,8 +36,8 @@ class Writer:
     """Writes documents.
 
     Attributes:
-        fresh: as `View.fresh`.
-        closing: as `Node.closing`.
+        fresh: see `View.fresh`.
+        closing: see `Node.closing`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Writer:
         self._keeps_id_at = -math.inf
 
     def draw_incarnation(self) -> None:
-        """Another one for each run that this node founds."""
+        """Draw another incarnation for each run that this node founds."""
         self.fresh = f"{self._own.chance.getrandbits(64):016x}"
 
     def write(self, document: RoundDocument) -> Effects[bool]:
@@ -67,7 +67,7 @@ class Writer:
         outages = seen.outages.count
         for digest, values in shards.items():
             if digest not in seen.shards.stored:
-                # Readers of the document must find them.
+                # Write the shards first, because readers of the document must find them.
                 yield from PutShards(values)
         if seen.outages.count != outages:
             return False  # Decide again: nobody is lost by what was seen before an outage.
@@ -96,7 +96,7 @@ class Writer:
         return True
 
     def leave_the_lead(self) -> Effects[None]:
-        """Let another node lead, if this node does."""
+        """Give up the lead if this node has it, so that another node leads."""
         for _ in range(3):
             entry = yield from Read(STATE_KEY)
             try:
@@ -120,7 +120,7 @@ class Writer:
                 outcome,
                 f"{why}; closed by {self._heartbeat.record.label}",
                 self._rules.sweep_after,
-                # Any leader may, even a spare, but no node that has lost the lead since.
+                # Any leader may close the run, even a spare, but no node that has lost the lead.
                 may_close=lambda now: now.leader == self._id,
             )
         finally:
@@ -128,7 +128,7 @@ class Writer:
         self._seen.read_again(document=True)
 
     def ask_tombstone(self, incarnation: str) -> Effects[None]:
-        """As `rules.AskTombstone`."""
+        """See `rules.AskTombstone`."""
         asked = self._clock()
         ended = yield from ReadTombstone(incarnation)
         if ended is not None:
@@ -137,7 +137,7 @@ class Writer:
         self._seen.hear_of_the_end(incarnation, ended, asked)
 
     def clear_away(self) -> Effects[None]:
-        """Leave nothing in a closed run; free its id if the node that closed it could not."""
+        """Delete this node's record in a closed run; free its id if the closing node could not."""
         # A record written after the run was closed may outlive the sweep.
         yield from Drop((NODES_PREFIX + self._id,))
         document = self._seen.document

@@ -36,13 +36,13 @@ ACCEPT_SECONDS = 0.3
 to a generation; by then no acceptance from before its restart can complete a write."""
 
 STATUS_SECONDS = 0.25
-"""Between two `Status` messages of a member."""
+"""Seconds between two `Status` messages of a member."""
 
 # A member that has sent no `Status` for this time counts as gone.
 _SILENCE_SECONDS = 4 * STATUS_SECONDS
-# Between two requests for copies.
+# Seconds between two requests for copies.
 _COPY_SECONDS = 0.1
-# Between two proposals. The pause grows, so that one of several proposers succeeds.
+# Seconds between two proposals. The pause grows, so that one of several proposers succeeds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 0.5
 
 Sent = list[tuple[int, PeerMessage]]
@@ -53,7 +53,7 @@ class Member:
     """The state of one member. Its driver delivers messages, and calls `tick` often.
 
     Args:
-        incarnation: larger than at each earlier start of this member; the wall clock is.
+        incarnation: larger than at each earlier start of this member, such as the wall clock.
         now: seconds of the driver's monotonic clock.
         room: bytes of keys and values.
     """
@@ -80,7 +80,7 @@ class Member:
         self._start(incarnation, now)
 
     def _start(self, incarnation: int, now: float) -> None:
-        """Begin a life without memory."""
+        """Begin a new incarnation without memory."""
         known, self.acceptor = (
             self.acceptor.incarnations,
             Acceptor(self.index, incarnation, self._room),
@@ -180,7 +180,7 @@ class Member:
         return [(it, message) for it in self._others]
 
     def _at_work(self, generation: Generation, now: float) -> set[int]:
-        """The other members that take part in this generation; `_SILENCE_SECONDS` ends it."""
+        """The other members that take part in this generation; not after `_SILENCE_SECONDS`."""
         return {
             peer
             for peer, (theirs, at) in self._heard.items()
@@ -242,7 +242,7 @@ class Member:
         # Any generation that this member has forgotten has a smaller number than its incarnation.
         if generation <= max(self._agreed, self.generation, (self._incarnation, -1)):
             return []
-        # Until then an acceptance from before this member's restart may complete a write.
+        # Before that, an acceptance from before this member's restart may complete a write.
         if now < self._started + ACCEPT_SECONDS:
             return []
         if self.takes_part and len(self.up(now)) >= self._majority:

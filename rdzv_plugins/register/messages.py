@@ -49,7 +49,7 @@ class Accept(Message, frozen=True):
     """Accept this value.
 
     Attributes:
-        held: a value that the change kept has its old age.
+        held: the value; its age is old if the change kept the value.
         quorum: the incarnation of each member that promised; empty: a majority has accepted the
             value already, and the addressee gets a copy.
     """
@@ -95,7 +95,7 @@ class Accepted(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Those of the requested registers that the member has accepted a value for."""
+    """The requested registers for which the member has accepted a value."""
 
     held: dict[str, Held]
 
@@ -104,7 +104,7 @@ class Refused(Message, frozen=True):
     """The member did nothing.
 
     Attributes:
-        generation: in which the member takes part; `NEVER`: it takes part in none.
+        generation: the generation in which the member takes part; `NEVER`: none.
         ballot: the member's promise for the register.
         full: the member has no room for the value.
     """
@@ -121,7 +121,7 @@ class Status(Message, frozen=True):
     """The sender lives.
 
     Attributes:
-        generation: in which the sender takes part; `NEVER`: it takes part in none.
+        generation: the generation in which the sender takes part; `NEVER`: none.
         known: the latest incarnation of the addressee that the sender knows.
     """
 
@@ -136,7 +136,7 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         floor: the highest promise of a register that the member has forgotten.
         held, promised: by key.
-        incarnations: by member, the latest that this member knows.
+        incarnations: by member, the latest incarnation that this member knows.
     """
 
     generation: Generation = NEVER
@@ -186,7 +186,7 @@ class Empty(Message, frozen=True):
     """These registers are empty, each since its ballot.
 
     Attributes:
-        asks: the addressee answers with those for which it holds no older value.
+        asks: the addressee answers with the registers for which it holds no older value.
     """
 
     incarnation: int

@@ -49,7 +49,7 @@ def keep(value: bytes | None) -> bytes | None:
 
 
 class Proposer:
-    """What one client knows of the members; ``dice`` must differ between clients."""
+    """One client's knowledge of the members; ``dice`` must differ between clients."""
 
     def __init__(self, size: int, dice: random.Random) -> None:
         self.size, self.majority = size, size // 2 + 1

@@ -37,7 +37,7 @@ def levels(domain: str) -> list[str]:
 
 
 def find_domain(given: str | None, environ: Mapping[str, str]) -> str | None:
-    """The domain of this node, in the one form that all nodes compare; None: nobody knows it.
+    """The domain of this node in its normal form, which nodes compare; None: unknown.
 
     ``given`` is the option ``domain``.
     """

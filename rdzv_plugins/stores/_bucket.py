@@ -553,7 +553,7 @@ class BucketClient(EpochClient):
 
 
 def _clock(error: Exception) -> str:
-    """As `clock_hint`, by the time that a refusal tells."""
+    """`clock_hint` for the server's time, which a refusal may contain."""
     told = _SERVER_TIME.search(str(error))
     with suppress(ValueError):
         return clock_hint(datetime.fromisoformat(f"{told[1]}+00:00").timestamp()) if told else ""
@@ -561,7 +561,7 @@ def _clock(error: Exception) -> str:
 
 
 def _is_absent(error: Exception) -> bool:
-    """Whether there is no such object, in a bucket that is there."""
+    """Whether the object is missing, and its bucket exists."""
     return type(error).__name__ in _ABSENT and not _NO_BUCKET.search(str(error))
 
 
@@ -574,7 +574,7 @@ def _said(error: Exception) -> str:
 
 
 def _encoded(path: str) -> str:
-    """Each segment percent-encoded, "~" for one that is empty."""
+    """Percent-encode each segment; "~" stands for an empty segment."""
     return "/".join(map(_segment, path.split("/")))
 
 
@@ -584,14 +584,14 @@ def _segment(part: str) -> str:
     encoded = quote(part, safe="").replace("~", "%7E")
     if len(encoded) <= _LONGEST_NAME:
         return encoded if encoded.strip(".") else encoded.replace(".", "%2E")
-    # A run id, in the list of runs: as dense as may be, in names between "+" and "+".
+    # A long run id: base64 is shorter than percent-encoding. Its parts look like "+AA/+BB+".
     dense = urlsafe_b64encode(part.encode()).decode().rstrip("=")
     names = (dense[it : it + _LONGEST_NAME] for it in range(0, len(dense), _LONGEST_NAME))
     return f"+{'/+'.join(names)}+"
 
 
 def _path(encoded: str) -> str | None:
-    """The path that is encoded so; None: no client of ours has written to this one."""
+    """The path that ``encoded`` stands for; None: this package has not written it."""
     parts: list[str] = []
     dense: str | None = None
     try:

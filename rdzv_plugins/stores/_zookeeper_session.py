@@ -128,13 +128,13 @@ class Session:
         return self._proven or not stays_refused(self.reason)
 
     def close(self) -> None:
-        """End the session; idempotent. After 1 s the rest happens in the background."""
+        """End the session; idempotent. After 1 s the work continues in the background."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             self._changed.notify_all()
-        # Fast while connected; without a server kazoo may take as long as to connect.
+        # Without a server, kazoo's stop may take as long as its attempt to connect.
         _stop(self._zk, 1.0)
 
     def _connect(self) -> Any:
@@ -153,8 +153,8 @@ class Session:
             if state == KazooState.CONNECTED:
                 self._reason.message = ""
             elif state == KazooState.SUSPENDED:
-                # Otherwise an ensemble that lost its data refuses this client forever. No read is
-                # stale without it either: a sync precedes each read.
+                # An ensemble that lost its data would refuse this client's newer zxid forever.
+                # Reads stay fresh without the zxid, because a sync precedes each read.
                 zk.last_zxid = 0
             elif state == KazooState.LOST and zk.client_state in _ENDED:
                 self._ended = True
@@ -175,7 +175,7 @@ class Session:
                     failure, self._broken = self._broken or self._refusal(), None
                     _stop(self._zk, 0.0)
                     self._zk = self._connect()
-                    self._ended = False  # Not before: its threads may not start.
+                    self._ended = False  # After _connect, which may raise.
                     self._check()
                     raise failure
                 if not self.may_recover(ConnectionLoss()):
@@ -191,7 +191,7 @@ class Session:
 
     def _result(self, answer: Any, limit: Limit) -> Any:
         while not answer.ready():
-            # Nobody wakes a request without a `Wake`: hundreds that glance keep a slow host busy.
+            # Only a request with a `Wake` polls: hundreds that poll keep a slow host busy.
             answer.wait(min(limit.seconds, _GLANCE) if limit.wake else limit.seconds)
         try:
             value = answer.get()
@@ -220,7 +220,7 @@ def _stop(zk: Any, seconds: float) -> None:
 
 
 class _Bounded:
-    """kazoo's socket: it reads an answer by the length that the server names."""
+    """Wraps kazoo's socket, and limits the length of an answer, which the server names."""
 
     def __init__(self, line: Any) -> None:
         self._line = line
@@ -228,7 +228,7 @@ class _Bounded:
     def recv(self, size: int) -> bytes:
         if not 0 <= size <= _MOST:
             error = OSError(f"its answer has more than {_MOST >> 20} MiB")
-            error.strerror = str(error)  # This is what kazoo shows.
+            error.strerror = str(error)  # kazoo shows strerror.
             raise error
         data: bytes = self._line.recv(size)
         return data
@@ -238,7 +238,7 @@ class _Bounded:
 
 
 class _NamedThreads(SequentialThreadingHandler):  # type: ignore[misc]
-    """Tells ``broke`` what ends a thread, such as an answer that makes no sense."""
+    """Passes the error that ends a thread, such as a malformed answer, to ``broke``."""
 
     def __init__(self, broke: Callable[[Exception], None]) -> None:
         super().__init__()

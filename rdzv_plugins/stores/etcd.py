@@ -432,9 +432,9 @@ def _key(item: Mapping[str, Any]) -> str:
 
 
 def _range(prefix: str) -> Json:
-    """The range of all keys that begin so."""
+    """The range of all keys that begin with ``prefix``."""
     start = prefix.encode()
-    # It ends in "/" or in a UTF-8 character, so its last byte is never 255.
+    # The prefix ends in "/" or in a UTF-8 character, so its last byte is never 255.
     return {"key": _encoded(start), "range_end": _encoded(start[:-1] + bytes([start[-1] + 1]))}
 
 

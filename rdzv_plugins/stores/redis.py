@@ -585,7 +585,7 @@ class Client(StoreClient):
         except BaseException as error:
             self._failed(line, error)
             if _OTHERS_DATA in str(error):
-                # An overwritten run is the same as a deleted one: the next attempt finds none.
+                # Treat an overwritten run as a deleted run: the next attempt finds no run.
                 self._ask(limit, "EVAL", _SCRIPTS["clear"], 1, self._hash)
             raise
         self._keep(line)
@@ -598,16 +598,16 @@ class Client(StoreClient):
         if (unknown or refused) and not late:
             self._keep(line)
             return
-        # The next request would take a late answer for its own.
+        # Otherwise the next request would read a late answer as its own.
         line.disconnect()
         if not (refused or isinstance(error, WokenError | _EarlierError)):
-            # The idle ones go to the same server, which failed or may never be primary again.
+            # Idle connections go to the same server, which failed or may never be primary again.
             self._drop_idle()
             self._doubtful = True
 
     def _await_answer(self, line: Any, wake: Wake | None) -> None:
-        # An attempt has the socket's time-out, not the rest of the limit: near the limit a
-        # "no answer" would hide the errors that the server has answered so far.
+        # Wait for the socket's time-out, not for the rest of the limit: "no answer" after a short
+        # rest would hide the errors that the server answered before.
         if not _has_answer(line, wake, self.timeout):
             raise TimeoutError("no answer in time")
 

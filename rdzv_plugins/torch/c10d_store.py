@@ -28,14 +28,14 @@ __all__ = ["KeyValueStore"]
 
 T = TypeVar("T")
 
-# Begins the value of a queue; a MessagePack array of the queue's values follows.
+# The prefix of a queue's stored value; a MessagePack array of the queue's items follows.
 _QUEUE = b"\x00rdzv queue\x00"
 _QUEUES = msgspec.msgpack.Decoder(list[bytes])
 
-# Since torch 2.8, as the queue calls.
+# torch has QueueEmptyError and the queue calls since 2.8.
 _QueueEmptyError = getattr(torch.distributed, "QueueEmptyError", DistStoreError)
 
-# Longer lists of keys say nothing more in an error.
+# An error names at most this many keys.
 _KEYS_SHOWN = 5
 
 

@@ -57,8 +57,8 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
     _withholds = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # These private attributes are the fault itself: torch makes a new TCPStore only if they are
-        # None, and no public option does so while workers share the agent's TCPStore.
+        # torch makes a new TCPStore only if these private attributes are None. No public option
+        # resets them while workers share the agent's TCPStore.
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
         try:

@@ -131,7 +131,7 @@ def _try(
 
 
 def check_requests(client: KeyValueClient) -> Finding:
-    """Each kind of request once: what the user may not do fails here."""
+    """Make each kind of request once, so that a missing permission shows here."""
     try:
         entry, _ = client.compare_and_set("state", b"1", None)
         client.put("nodes/a", b"1")

@@ -47,7 +47,7 @@ POLICIES: tuple[Policy, ...] = (
     Selection(),
     Ranks(),
 )
-"""The first answer counts; each policy chooses among the nodes that the last one chose."""
+"""The first answer counts; each policy chooses among the nodes that the policy before it chose."""
 
 
 def keeps_out(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # The named step is this many seconds ahead of the fastest rank, or this many steps if the time of a
 # step is unknown or too short; twice as many after each refusal.
 _AHEAD_SECONDS, _AHEAD_STEPS = 0.5, 4
-# After so many refusals the round ends without a checkpoint.
+# After this many refusals the round ends without a checkpoint.
 MOST_REFUSALS = 16
 
 
@@ -32,7 +32,7 @@ class Checkpoint(Policy):
 
 
 def seconds_left(view: View, at: Situation) -> float | None:
-    """How much longer a planned end of the round awaits its checkpoint; None: it awaits none."""
+    """Seconds that a planned end of the round still awaits a checkpoint; None: it awaits none."""
     saving = at.document.saving
     if saving is None or saving.saved or saving.step in saving.refused or not is_wanted(view, at):
         return None
@@ -96,7 +96,7 @@ def _after_the_answers(at: Situation, saving: Saving, records: list[NodeRecord])
 def _ahead(view: View, node: str, record: NodeRecord) -> int:
     """A step that this node's workers have not reached yet, as far as its last heartbeat tells."""
     assert record.step is not None
-    # Negative during the grace after an outage.
+    # possible_silence() is negative during the grace after an outage.
     silence = max(0.0, view.possible_silence(node)) if node != view.me else 0.0
     return record.step[0] + _steps(record, 0, silence) + 2
 

@@ -65,7 +65,7 @@ def why_not_grow(
 
 
 def last_call_seconds(rules: Rules, document: RoundDocument, size: int = 0) -> float:
-    """Seconds that a forming round of ``size`` nodes, if enough, waits for more. Rule: growth.
+    """Seconds that a forming round with enough nodes, ``size``, waits for more. Rule: growth.
 
     A restart waits only for replacements, until the round is as large as the last one, because new
     nodes were gathered while that round ran.

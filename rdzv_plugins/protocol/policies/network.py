@@ -34,7 +34,7 @@ _MOST_ROUNDS = 4
 # A node that has failed with this many others is at fault.
 _SEVERAL = 2
 
-# A document keeps at most this many links, and nodes that are out.
+# A document lists at most this many failed links, and this many nodes that are kept out.
 _LINKS_KEPT, _OUT_KEPT = 64, 32
 
 # A node that takes more than _SLOW times the median, and more than _LEAST_SECONDS, is slow.
@@ -54,13 +54,13 @@ class Network(Policy):
         if document.phase is Phase.FORMING:
             if not document.faults.rounds:
                 return NOTHING
-            # Try a node that failed again once a round has run, or if too few others are there.
+            # Keep suspect nodes out until a round has run, unless the others are too few.
             well = {node for node in nodes if not at.records[node].suspect}
             if not world_size(well, at.records, at.sizes):
                 return NOTHING
         elif document.resize or not at.present:
             return NOTHING
-        # No running round ends for a suspect node: it comes in when a round forms anyway.
+        # A suspect node never ends a running round: it joins when a round forms anyway.
         return {node: Reason() for node in nodes if at.records[node].suspect}
 
     def judge(self, view: View, at: Situation, stage: Stage) -> Again | None:
@@ -96,7 +96,7 @@ class Network(Policy):
 
 
 def partner_in(ranks: Mapping[str, int], me: str, round_: int) -> str | None:
-    """The node that ``me`` dials. One other node dials each node, in the next round another one."""
+    """The node that ``me`` dials. One node dials each node; the pairs change with each round."""
     ring = sorted(ranks, key=ranks.__getitem__)
     if me not in ranks or len(ring) < 2:
         return None
@@ -127,7 +127,7 @@ def verdict_on(document: RoundDocument, records: Mapping[str, NodeRecord], rules
     that fails again, between nodes that are well otherwise, does not delay the round.
     """
     was, first = document.faults, document.participants[0]
-    # Not by this node's options: every node but the leader may have set them.
+    # Check the records, not this node's options: the leader may be the only node without them.
     found = {node: it for node in document.participants if (it := records[node].found)}
     failed = [(node, it.partner) for node, it in found.items() if it.why]
     cut = [(node, first) for node, it in found.items() if it.unreached]
@@ -169,7 +169,7 @@ def _not_to_host(
     # A node that cannot dial this rank 0 can usually not be dialled by it either.
     hosts = tuple(dict.fromkeys((*hosts, first, *(() if nobody else blind))))
     if {*document.participants} <= {*hosts}:
-        hosts = (first,)  # Each has had its turn.
+        hosts = (first,)  # Each node has been rank 0.
     return hosts[-_LINKS_KEPT:]
 
 
@@ -227,7 +227,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def pause(faults: Faults, rules: Rules) -> float:
-    """Seconds before the next round after one that must not run: it may fail at once too."""
+    """Seconds until the next round after a failed check, because it may fail at once too."""
     if faults.rounds < 2:
         return 0.0
     return min(rules.interval * 2.0 ** min(faults.rounds - 2, _MOST_DOUBLINGS), rules.lease)
@@ -236,7 +236,7 @@ def pause(faults: Faults, rules: Rules) -> float:
 def able_to_host(
     document: RoundDocument, records: Mapping[str, NodeRecord], chosen: Collection[str]
 ) -> Mapping[str, NodeRecord]:
-    """The records for giving ranks: a node that was not reached hosts only if none else can."""
+    """The records for giving ranks: an unreached node becomes rank 0 only if no other node can."""
     if not document.faults.not_to_host:
         return records
     others = [node for node in chosen if node not in document.faults.not_to_host]
@@ -250,7 +250,7 @@ def _pairs(links: Sequence[Link], records: Mapping[str, NodeRecord]) -> list[str
 
 
 def sentence(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
-    """The part on the network in the sentence of a run; empty: none."""
+    """The part about the network in a run's sentence; empty: there is none."""
     faults = document.faults
     parts = [
         f"no data passes between {_listed(_pairs(faults.links, records))}" if faults.links else "",

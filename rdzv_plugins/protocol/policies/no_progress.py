@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NoProgress(Policy):
-    """Rule: no progress. The document counts the short rounds in a row."""
+    """Rule: no progress. `RoundDocument.short_rounds` counts consecutive short rounds."""
 
     def judge(self, view: View, at: Situation, stage: Stage) -> Action | None:
         rules, document = view.rules, at.document
@@ -35,7 +35,7 @@ class NoProgress(Policy):
             return after
         cause = after.cause
         if cause.drained or cause.excluded or at.document.restart:
-            return after  # Orders of people count neither against the run nor for it.
+            return after  # A round that a person's order ended leaves the count as it is.
         short = view.longest_uptime < view.rules.no_progress_uptime
         only_grows = cause == Cause(joined=cause.joined)
         count = after.short_rounds + (not only_grows) if short else 0

@@ -38,7 +38,7 @@ NOTHING: Mapping[str, Reason] = {}
 class Again(msgspec.Struct, frozen=True):
     """The verdict that a confirmed round must not run, and that another round forms.
 
-    ``document`` has what the policy found; the other round may form at its age of ``seconds``.
+    ``document`` has what the policy found. The next round may form ``seconds`` after its write.
     """
 
     document: RoundDocument
@@ -67,10 +67,10 @@ class Policy:
     def keep_out(
         self, document: RoundDocument, records: Mapping[str, NodeRecord], now: float
     ) -> Mapping[str, Reason]:
-        """Nodes that no round may name. A round that names one ends, and does not wait for it.
+        """Nodes that no round may name. A round that names such a node ends without waiting for it.
 
-        It knows no options. A limit on nodes that ask is for `admit`, which has ``at.rules``; a
-        property of the host alone is a check in `rdzv_plugins.health`.
+        This method has no options. A limit on nodes that ask is for `admit`, which has
+        ``at.rules``; a property of the host alone is a check in `rdzv_plugins.health`.
         """
         return NOTHING
 
@@ -79,8 +79,7 @@ class Policy:
         return NOTHING
 
     def choose(self, at: Situation, nodes: Sequence[str]) -> Sequence[str]:
-        """The participants, in rank order, out of ready nodes or nodes that an earlier policy
-        chose.
+        """The participants in rank order, out of ``nodes``: the ready nodes, or an earlier choice.
 
         The last policy leaves `Situation.size` nodes. Asked once, when ranks are given.
         """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _FIRST_SHARE = 0.1
 _MOST_DOUBLINGS = 10
 
-# Losses within the window where quarantine_after is not set: fewer cost a host nothing.
+# The losses within the window that put a host into quarantine if quarantine_after is not set.
 _BY_DEFAULT = 3
 
 # A document keeps the strikes of this many hosts, the last ones.
@@ -60,7 +60,7 @@ def blamed(cause: Cause, rules: Rules) -> list[str]:
     """The hosts because of which a round ended early.
 
     These are the hosts of lost nodes, and of nodes that failed and left; otherwise the host whose
-    workers failed or hung. If those of several hosts failed, one failure may have caused the
+    workers failed or hung. If workers of several hosts failed, one failure may have caused the
     others, and no host is blamed. No host is blamed for failed workers either if the round ended
     for another reason, such as a newcomer, because workers fail when their peers stop. If
     ``quarantine_after`` is not set, no host is blamed for workers that failed and start again,
@@ -141,9 +141,9 @@ def let_in(
     rules: Rules,
     now: float,
 ) -> RoundDocument | None:
-    """The forming round with quarantined hosts let in that it needs; None: that would not help.
+    """Let as many quarantined hosts in as the forming round needs; None: that would not help.
 
-    The quarantine that would end first ends first. ``asks`` includes nodes that are kept out.
+    Quarantines end in the order of their deadlines. ``asks`` includes nodes that are kept out.
     """
     nodes, sizes, freed = [*ready], Sizes.of(rules), list[str]()
     barred = {it.host for it in document.excluded if it.is_in_force(now)}
