@@ -19,13 +19,13 @@ from rdzv_plugins.observe.survey import Survey
 from rdzv_plugins.protocol.documents import Phase
 from rdzv_plugins.protocol.states import State
 
-# How often the store is read while somebody looks, and while nobody does, in seconds.
+# Seconds between two reads of the store while a page is open, and while no page is open.
 _INTERVAL = 1.0
 _IDLE_INTERVAL = 15.0
 # A page counts as open for this many seconds after its last request.
 _ATTENTION_SECONDS = 10.0
 _STOP_SECONDS = 2.0
-# The most sizes of a run that are kept while the dashboard looks.
+# The most sizes of a run that the dashboard keeps.
 _MOST_SIZES = 500
 # The causes of a round by which nodes are gone, and the states of nodes that are not in it.
 _GONE = ("lost", "left", "evicted", "drained", "excluded")
@@ -36,9 +36,9 @@ _ABSENT = {
 
 
 class Size(NamedTuple):
-    """How many nodes a run had, of its round, or, while one forms, that are there for it."""
+    """How many nodes a run's round had; while a round forms, how many are ready for it."""
 
-    at: str  # From when on, ISO 8601 in UTC, on the clock of this host.
+    at: str  # Since when, ISO 8601 in UTC, on this host's clock.
     nodes: int
     incarnation: str
     round: int
@@ -57,9 +57,9 @@ class Snapshot(NamedTuple):
 
 
 class Poller:
-    """Reads the store once a second while somebody looks, and else every 15 s.
+    """Reads the store once a second while a page is open, else every 15 s.
 
-    All methods but `close` are for the event loop's thread.
+    All methods except `close` are for the event loop's thread.
     """
 
     def __init__(self, survey: Survey) -> None:
@@ -171,9 +171,9 @@ def _line(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sizes(rows: Sequence[Row], seen: Sequence[Size]) -> list[tuple[str, int]]:
-    """Since when a run had how many nodes: fewer once some are lost, not only as a round runs.
+    """How many nodes a run had, each with its begin; losses count at once, not at the next round.
 
-    ``rows``, the oldest first, tell what was before the last of them, and ``seen`` what came since.
+    ``rows``, the oldest first, cover the time up to the last row, and ``seen`` the time since.
     """
     found: list[tuple[str, int]] = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Serves the page, what it shows as JSON, and its changes as server-sent events. Read-only."""
+"""Serves the page, its data as JSON, and changes as server-sent events. Read-only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from rdzv_plugins.observe.page_access import HEALTH, PageAccess
 from rdzv_plugins.observe.survey import Survey
 from rdzv_plugins.settings.endpoint import at
 
-# A stream looks this often whether the server ends; proxies close one that is silent for longer.
+# A stream checks every _LOOK_SECONDS whether the server ends. Proxies close a stream that is silent
+# for longer than _SILENT_SECONDS.
 _LOOK_SECONDS = 1.0
 _SILENT_SECONDS = 15.0
 _END_SECONDS = 5
@@ -61,7 +62,7 @@ _FILES = {
 class Dashboard:
     """The page's server, which closes the survey when it ends; ``where`` names the store.
 
-    Raises OSError if it cannot listen at the host and the port; port 0: any free one.
+    Raises OSError if it cannot listen at the host and the port; port 0: any free port.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Dashboard:
         return _json(run)
 
     async def _health(self, _: Request) -> Response:
-        # Also while the store is away: a restart of this process would not bring it back.
+        # Healthy even while the store is away, because a restart of this process would not help.
         if self._poller.lives:
             return PlainTextResponse("ok\n")
         return PlainTextResponse("the thread that reads the store has ended\n", 503)
@@ -211,9 +212,9 @@ class _Protocol(H11Protocol):
 
 
 class _Access:
-    """Refuses who may not look, and adds the headers that every answer has.
+    """Refuses clients without access, and adds the headers of every answer.
 
-    A browser that has the token in an address gets a cookie for it.
+    A browser that sends the token in the address gets a cookie for it.
     """
 
     def __init__(self, app: ASGIApp, access: PageAccess, port: int) -> None:

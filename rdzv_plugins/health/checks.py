@@ -10,7 +10,7 @@ from typing import Protocol
 
 _LONGEST_REASON = 200
 
-# Codes that colour a terminal's text, as many programs print it into a pipe too.
+# Terminal colour codes, which many programs print into a pipe too.
 _COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
@@ -19,14 +19,14 @@ class CannotRunError(Exception):
 
 
 class Check(Protocol):
-    """One thing that must be well with this host; people see its name."""
+    """A check of this host; people see its name."""
 
     name: str
 
     def run(self, given_up: threading.Event) -> str | None:
-        """None where all is well, else why not; raises `CannotRunError`.
+        """Why the node is unfit; None: it is fit. Raises `CannotRunError`.
 
-        Called in a thread of its own. Once ``given_up`` is set nobody waits for the answer.
+        Called in a thread of its own. Once ``given_up`` is set, nothing waits for the answer.
         """
 
 
@@ -45,7 +45,7 @@ class CallCheck:
             reason = self._load()()
         except CannotRunError:
             raise
-        except BaseException as error:  # In this thread SystemExit would end nothing.
+        except BaseException as error:  # Also SystemExit, which would only end this thread.
             said = last_line(str(error))
             raise CannotRunError(f"it raised {type(error).__name__}: {said}") from error
         if reason is None:
@@ -57,7 +57,7 @@ class CallCheck:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something, without what a terminal would take for a command."""
+    """The last line that is not blank, without terminal codes."""
     for line in reversed(text.splitlines()):
         plain = _COLOURS.sub("", line)
         shown = "".join(" " if unicodedata.category(it)[0] in "CZ" else it for it in plain)

@@ -15,9 +15,9 @@ from rdzv_plugins.health.checks import CannotRunError, last_line
 from rdzv_plugins.kv import ExhaustedError
 from rdzv_plugins.settings.environment import inherited
 
-# How soon it is noticed that nobody waits for the command any more.
+# How often to look whether the command was given up.
 _LOOK_SECONDS = 0.05
-# Bytes of its output that are kept; the reason is at the end.
+# How many bytes of its output are kept: the last ones, because the reason is at the end.
 _KEPT = 16384
 # A process that the command left behind may write for ever.
 _MOST_READS_AFTER_THE_END = 64
@@ -52,14 +52,14 @@ class CommandCheck:
                 start_new_session=True,
             )
         except BlockingIOError as error:
-            # No process may begin: a limit of processes or threads, also the container's.
+            # A limit on processes or threads, perhaps the container's, lets no process start.
             raise CannotRunError(f"it cannot be started ({error})") from ExhaustedError(str(error))
         except (OSError, ValueError) as error:
             raise CannotRunError(f"it cannot be started ({error})") from error
         with process:  # Closes the pipe and, in the end, waits for the process.
             output = _read(process, given_up)
             if process.returncode is None:
-                # Its children too. It was not waited for, so that the number is still its own.
+                # Kill its children too. The process is not reaped yet, so no other process has its pid.
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
         if process.returncode == 0:

@@ -11,9 +11,9 @@ _BLOCK = b"\0" * 4096
 
 
 def check(directory: str | None, least: float) -> str | None:
-    """Why fewer than so many GiB are free in the directory, or none can be written; else None.
+    """Why the directory has less than ``least`` GiB free, or takes no file; None: it is fine.
 
-    ``directory`` None: $TMPDIR, or the system's.
+    ``directory`` None: $TMPDIR, or the system's temporary directory.
     """
     # Check $TMPDIR itself: gettempdir() skips it if it is not writable.
     place = directory or os.environ.get("TMPDIR") or tempfile.gettempdir()

@@ -23,9 +23,9 @@ SHIPPED = ("gpu", "disk", "network")
 
 _GROUP = "rdzv_plugins.health"
 
-# How long a command may take to be gone once it was killed.
+# How long a killed command may take to end.
 _END_SECONDS = 5.0
-# `network` gives its own answer within the limit.
+# `network` gets this share of the limit, so that it answers within the limit.
 _NETWORK_SHARE = 0.8
 
 
@@ -33,8 +33,8 @@ class Gate:
     """The checks of one node, in their order.
 
     Args:
-        seconds: the limit of each.
-        fails_open: a check that cannot run counts as passed; ``warn`` takes a line for each such.
+        seconds: the limit of each check.
+        fails_open: a check that cannot run counts as passed; ``warn`` takes a line about it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Gate:
         self._seconds = seconds
         self._fails_open = fails_open
         self._warn = warn
-        # Checks that did not end when they were given up.
+        # Given-up checks that have not ended.
         self._hung: dict[str, _Attempt] = {}
         self._attempt: _Attempt | None = None
         self._closed = False
@@ -57,7 +57,7 @@ class Gate:
     def check(self) -> str | None:
         """Why this node is unfit: the check and its reason; None: it is fit.
 
-        An exception in the caller, such as that of a signal, ends a command at once.
+        An exception in the caller, such as a signal's, ends a running command at once.
         """
         for check in self._checks:
             try:
@@ -75,7 +75,7 @@ class Gate:
         return None
 
     def _answer(self, check: Check) -> str | None:
-        """As `check` of one check; tried again where this host has run out of something."""
+        """One check's answer; repeats the check while this host lacks a resource."""
         deadline, pauses = time.monotonic() + self._seconds, Attempts()
         while True:
             try:
@@ -96,13 +96,13 @@ class Gate:
         if self._closed:
             attempt.given_up.set()
         try:
-            # Inside the try: starting a thread waits, and the exception may be raised meanwhile.
+            # Inside the try, because a signal's exception may come while the thread starts.
             self._start(attempt)
             answer = take(attempt.answers, seconds)
         except Empty:
             raise CannotRunError(f"it gave no answer within {self._seconds:g} s") from None
         finally:
-            # Reached after an interrupt of the caller too.
+            # Also after a signal's exception in the caller.
             if not attempt.ends():
                 self._hung[check.name] = attempt
         if isinstance(answer, CannotRunError):
@@ -119,10 +119,10 @@ class Gate:
             raise CannotRunError(f"it cannot be started ({missing})") from error
 
     def close(self) -> None:
-        """End the check that runs, and start no more; for another thread than that of `check`.
+        """End the running check, and start no more; call this in another thread than `check`.
 
-        The node has ended, and its fitness is of no concern any more. A second signal may interrupt
-        the caller of `check` before it has ended the check.
+        For a node that has ended. A second signal may interrupt the caller of `check` before the
+        caller has ended the check.
         """
         self._closed = True
         if self._attempt is not None:
@@ -136,19 +136,19 @@ class _Attempt(threading.Thread):
         super().__init__(name=f"rdzv-check-{check.name}", daemon=True)
         self.answers: SimpleQueue[str | CannotRunError | None] = SimpleQueue()
         self.given_up = threading.Event()
-        # Not is_alive(): Python 3.11 returns False after a signal has interrupted a join.
+        # Not is_alive(): in Python 3.11 it returns False after a signal has interrupted a join.
         self.ended = threading.Event()
         self._check = check
 
     def ends(self) -> bool:
-        """Give it up; a command is then killed. Whether it has ended."""
+        """Give the check up, which kills a command; returns whether it has ended."""
         self.given_up.set()
-        # A callable may end, or not; to wait for it would hold up a signal.
+        # A callable may never end, and a wait for it would delay a signal.
         return self.ended.wait(_END_SECONDS if isinstance(self._check, CommandCheck) else 0.05)
 
     def run(self) -> None:
         try:
-            # Given up before it began: nobody waits for the answer, or the node has ended.
+            # Skip a check that was given up before it began.
             self.answers.put(None if self.given_up.is_set() else self._check.run(self.given_up))
         except CannotRunError as error:
             self.answers.put(error)
@@ -165,7 +165,7 @@ def gate_of(
     peer: Callable[[], tuple[str, int] | None],
     warn: Callable[[str], None],
 ) -> Gate | None:
-    """The gate that the options ask for; None: none. ``peer`` is as in `network.check`."""
+    """The gate with the options' checks; None: there are none. ``peer``: see `network.check`."""
     checks: list[Check] = [_check(name, settings, peer) for name in settings.check_names]
     if settings.check_command is not None:
         checks.append(CommandCheck(arguments_of(settings.check_command)))
@@ -175,7 +175,7 @@ def gate_of(
 
 
 def refuse_unknown_checks(settings: Settings) -> None:
-    """Raises `ValueError` for a check that nobody has, and for a command that is none."""
+    """Raise `ValueError` for an unknown check, or a malformed command."""
     if settings.check_command is not None:
         arguments_of(settings.check_command)
     # Searching all installed packages takes 5 ms, so skip it if all names are shipped.

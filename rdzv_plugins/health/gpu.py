@@ -1,8 +1,8 @@
-"""The check ``gpu``: what NVML, NVIDIA's library, tells of this host's GPUs.
+"""The check ``gpu``: what NVML, NVIDIA's library, reports about this host's GPUs.
 
 It needs the package ``nvidia-ml-py`` (extra ``gpu``) and the driver's library. It opens no CUDA
-context, and holds NVML open only from a check that passes to the next: an open one would prevent a
-reset of the GPU while the node waits for it.
+context. It keeps NVML open only after a check that passes: an open NVML would prevent a reset of
+the GPU, for which an unfit node waits.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from rdzv_plugins.health.checks import CannotRunError
 
-# Errors in the kernel's log that end with a reset of the GPU or a technician; the others may be the
-# job's own, or are mended by the driver. See NVIDIA's "XID Errors".
+# XID errors that need a reset of the GPU or a technician. Others may be the job's own, or the
+# driver repairs them. See NVIDIA's "XID Errors".
 _BROKEN = {
     48: "double bit ECC error",
     62: "the internal micro-controller halted",
@@ -31,8 +31,8 @@ _MOST_EVENTS = 1000
 class GpuCheck:
     """A callable without arguments; it remembers XID errors that came between two calls.
 
-    An XID error that means a broken GPU is held against it until this process ends. The first call
-    imports ``pynvml``, unless ``nvml`` stands for it.
+    After an XID error of a broken GPU the check fails until this process ends. The first call
+    imports ``pynvml``, unless ``nvml`` replaces it.
     """
 
     def __init__(self, nvml: Any = None) -> None:
@@ -41,7 +41,7 @@ class GpuCheck:
         self._xid = ""
 
     def __call__(self) -> str | None:
-        """Why a GPU is of no use; None: all are. Raises `CannotRunError` without pynvml."""
+        """Why a GPU is unusable; None: all are usable. Raises `CannotRunError` without pynvml."""
         nvml = self._nvml = self._nvml or _import_nvml()
         self._hear(nvml)
         try:
@@ -67,10 +67,10 @@ class GpuCheck:
                     handle, nvml.nvmlEventTypeXidCriticalError, self._events
                 )
         except nvml.NVMLError:
-            self._close(nvml)  # Not every GPU and driver can.
+            self._close(nvml)  # Not every GPU and driver reports XID errors.
 
     def _hear(self, nvml: Any) -> None:
-        """Take up the XID errors since the last check that passed."""
+        """Read the XID errors since the last check that passed."""
         if self._events is None:
             return
         try:
@@ -80,7 +80,7 @@ class GpuCheck:
                     which = f"GPU {nvml.nvmlDeviceGetIndex(event.device)}"
                     self._xid = f"{which}: XID {number}, {_BROKEN[number]}"
         except nvml.NVMLError:
-            pass  # There are no more; or the GPU is gone, which the check tells.
+            pass  # No more events; or the GPU is gone, which the check reports.
         finally:
             self._close(nvml)
 
@@ -106,7 +106,7 @@ def _import_nvml() -> Any:
 
 
 def _faults(nvml: Any) -> Iterator[str]:
-    """All that is wrong, the worst first."""
+    """All faults, the worst first."""
     try:
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError as error:
@@ -128,7 +128,7 @@ def _faults(nvml: Any) -> Iterator[str]:
         if errors:
             yield f"GPU {index}: {errors} uncorrected ECC error{'s' if errors > 1 else ''}"
     links = {index: _active_links(nvml, handle) for index, handle in handles.items()}
-    # How many a GPU should have differs with the machine; but not between GPUs of one.
+    # The right number of links differs between machines, but not between one machine's GPUs.
     most = max(links.values(), default=0)
     for index, active in links.items():
         if active < most:
@@ -141,7 +141,7 @@ def _uncorrected(nvml: Any, handle: Any) -> int:
     try:
         return int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC))
     except nvml.NVMLError:
-        return 0  # It has no ECC, or that is off.
+        return 0  # The GPU has no ECC, or ECC is off.
 
 
 def _active_links(nvml: Any, handle: Any) -> int:
@@ -150,5 +150,5 @@ def _active_links(nvml: Any, handle: Any) -> int:
         try:
             active += nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
         except nvml.NVMLError:
-            break  # It has no more.
+            break  # The GPU has no more links.
     return active

@@ -1,8 +1,8 @@
 """The check ``network``: rank 0 of this node's last round can be dialled.
 
-Before its first round a node knows no other, and passes. That rank 0 does not answer proves nothing
-while it may be what is gone: the check then waits until the run counts on it no more, and only a
-rank 0 that stays in the run and does not answer for the whole time makes this node unfit.
+Before its first round a node knows no other node, and passes. If rank 0 does not answer, rank 0
+itself may be gone: the check waits until the run no longer counts on rank 0. This node is unfit
+only if rank 0 stays in the run for the whole time and does not answer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _PAUSE_SECONDS = 0.5
 
 
 def check(peer: Callable[[], tuple[str, int] | None], seconds: float) -> str | None:
-    """Why this node is cut off from the others; None where it is not, or nobody can tell.
+    """Why this node is cut off from the others; None: it is not, or this is not known.
 
-    ``peer`` tells address and port of rank 0 in this node's last round; None: the run does not
-    count on it, or this node is it.
+    ``peer`` returns address and port of rank 0 in this node's last round; None: the run does not
+    count on that rank 0, or this node is rank 0.
     """
     deadline = time.monotonic() + seconds
     while (place := peer()) is not None:
@@ -34,7 +34,7 @@ def check(peer: Callable[[], tuple[str, int] | None], seconds: float) -> str | N
 
 
 def _dial(place: tuple[str, int], seconds: float) -> str | None:
-    """Why nobody answers; None: somebody does, if only to refuse, for the round may be over."""
+    """Why there is no answer. None: an answer; a refusal is one too, as the round may be over."""
     try:
         socket.create_connection(place, seconds).close()
     except (ConnectionRefusedError, ConnectionResetError):

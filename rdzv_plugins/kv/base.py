@@ -73,8 +73,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# The operating system's random numbers, each a call to it, made 256 nodes of one process contend.
-# Not `random` itself: the application may seed it, alike on all nodes.
+# Not os.urandom: its system calls made 256 nodes in one process contend. Not the module `random`:
+# the application may seed it, with the same seed on all nodes.
 _STAMPS = random.Random()
 os.register_at_fork(after_in_child=_STAMPS.seed)
 
@@ -85,7 +85,7 @@ STAMP_BYTES = 9
 
 
 UNREACHED = "could not be reached"
-"""In the error of a store that gave no answer from which the cause could be told."""
+"""The words in the error of a store that gave no answer."""
 
 # `add` fails after this many request timeouts in which other clients were always faster.
 _ADD_TIMEOUTS = 12
@@ -102,7 +102,7 @@ _PARSERS = {*sys.stdlib_module_names, msgspec.__name__}
 # Seconds by which this host's clock may differ from a server's.
 _CLOCK_SECONDS = 30.0
 
-# A client remembers since when a key is unchanged, to poll it less often, for this many keys.
+# For this many keys a client remembers since when they are unchanged, to poll them less often.
 _MOST_UNCHANGED = 100
 
 
@@ -129,7 +129,7 @@ class Stored(msgspec.Struct, frozen=True):
 
     @property
     def entry(self) -> Entry:
-        """The value with its version, as the contract returns it."""
+        """The value and its version, as the contract returns them."""
         return Entry(self.value, self.version)
 
 
@@ -198,9 +198,9 @@ class Wake:
     """
 
     def __init__(self) -> None:
-        # Threads of one process contend for the interpreter at most calls of a pair of sockets.
+        # A pipe, because at most socket calls the threads of a process contend for the interpreter.
         self.fd, self._ringer = os.pipe()
-        # A closed descriptor's number may already be another file's when `ring` writes to it.
+        # Keeps `ring` from writing after `close`, when another file may have the descriptor's number.
         self._lock = threading.Lock()
         os.set_blocking(self.fd, False)
         os.set_blocking(self._ringer, False)
@@ -211,7 +211,7 @@ class Wake:
         self.rung = False
 
     def ring(self) -> None:
-        """End the wait, or the next one; from any thread."""
+        """End the present or the next wait; from any thread."""
         self.rung = True
         with self._lock, contextlib.suppress(OSError):
             os.write(self._ringer, b"!")
@@ -224,11 +224,11 @@ class Wake:
                 pass
 
     def wait(self, seconds: float) -> bool:
-        """Pause for ``seconds``, or until it rings; whether it rang."""
+        """Pause for ``seconds``, or until `ring`; returns whether it rang."""
         return bool(self.poll(seconds))
 
     def poll(self, seconds: float, fd: int | None = None, events: int = 0) -> dict[int, int]:
-        """Wait up to ``seconds``; returns the events of its own ``fd`` and of the one given."""
+        """Wait up to ``seconds``; returns the events of `self.fd` and of ``fd``."""
         if (fd, events) != self._other:
             # A poll object identifies a descriptor by its number, which a new socket usually gets
             # again.
@@ -240,7 +240,7 @@ class Wake:
         return dict(self._poll.poll(max(0, math.ceil(seconds * 1000))))
 
     def close(self) -> None:
-        """Close its descriptors; nobody may wait any more."""
+        """Close the descriptors; no thread may wait any more."""
         with self._lock:
             os.close(self._ringer)
             self._ringer = -1
@@ -252,7 +252,7 @@ class Limit(msgspec.Struct, frozen=True):
 
     Attributes:
         deadline: on the monotonic clock, in seconds.
-        wake: of the `wait` that makes the request, which is abandoned once this rings.
+        wake: the `Wake` of the `wait` that makes the request; its ring ends the request.
     """
 
     deadline: float
@@ -269,15 +269,15 @@ class Limit(msgspec.Struct, frozen=True):
         return left
 
     def within(self, seconds: float) -> Limit:
-        """This limit, or one in ``seconds`` from now if that is sooner."""
+        """The sooner of this limit and ``seconds`` from now."""
         return self.until(time.monotonic() + seconds)
 
     def until(self, deadline: float) -> Limit:
-        """This limit, or that deadline if it is sooner."""
+        """The sooner of this limit and ``deadline``."""
         return Limit(min(self.deadline, deadline), self.wake)
 
     def await_ready(self, fd: int, events: int = select.POLLIN) -> int:
-        """Wait for ``events`` of ``fd``; returns those that came, and any error of it.
+        """Wait for ``events`` of ``fd``; returns the events that came, including errors.
 
         Raises TimeoutError and `WokenError`.
         """
@@ -342,7 +342,7 @@ class StoreClient(KeyValueClient):
 
     @abstractmethod
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
-        """The values of those keys that exist; linearizable."""
+        """The values of the keys that exist; linearizable."""
 
     @abstractmethod
     def _scan(self, prefix: str, limit: Limit) -> dict[str, Stored]:
@@ -373,10 +373,10 @@ class StoreClient(KeyValueClient):
     ) -> Stored | None:
         """Write if the version is ``expected`` (None: absent); returns what the key holds then.
 
-        ``seen`` of `_replace` is also a value that counts as absent.
+        ``seen`` of `_replace` may also be a value that counts as absent.
 
-        A store whose refused write tells what the key holds does this in one request. The caller
-        may give any ``expected``, also one that no store has returned.
+        A store whose refused write returns the key's value does this in one request. The caller
+        may give any ``expected``, even a version that no store has returned.
         """
         refused = 0
         while True:
@@ -386,7 +386,7 @@ class StoreClient(KeyValueClient):
             if self._replace(key, data, seen, limit):
                 return Stored.parse(data)
             if refused:
-                # Others change it, and change it back: not in step with them.
+                # Others keep changing the key: pause, to fall out of step with them.
                 limit.sleep(min(limit.seconds, pause_after(refused)))
             refused += 1
 
@@ -406,7 +406,7 @@ class StoreClient(KeyValueClient):
         if known != version:
             if len(self._unchanged) > _MOST_UNCHANGED:
                 self._unchanged.clear()
-            # Kept across calls: a caller with many short waits must not poll fast forever.
+            # Remembered across calls: a caller with many short waits must not poll fast forever.
             self._unchanged[key] = version, (since := now)
         longest = min(max((now - since) / 5, self.shortest_poll), self.longest_poll)
         limit.sleep(min(limit.seconds, random.uniform(longest / 2, longest)))
@@ -471,7 +471,7 @@ class StoreClient(KeyValueClient):
                     f"other clients changed '{key}' in {self.where} throughout {seconds:g} s, so "
                     "nothing was counted: they are too many, or the store is too slow"
                 )
-            # Growing pauses: else hundreds of adders keep the store busy with refusals.
+            # Growing pauses: otherwise hundreds of adders keep the store busy with refusals.
             time.sleep(pause_after(refused))
             refused += 1
         return total
@@ -574,7 +574,7 @@ class StoreClient(KeyValueClient):
         """Make the first request of a constructor; close all connections if it fails."""
         try:
             self._call(request)
-            # Made now: a node's first wait is on the way of its round.
+            # Make a Wake now: otherwise a node's first wait would delay its first round.
             self._return_wake(self._take_wake())
         except BaseException:
             self.close()
@@ -583,7 +583,7 @@ class StoreClient(KeyValueClient):
     def _call(self, request: Callable[[Limit], T], wake: Wake | None = None) -> T:
         """Retry ``request`` within the request timeout; raises the contract's errors.
 
-        ``wake``: of the calling `wait`; raises `WokenError` soon after it rings.
+        ``wake``: the `Wake` of the calling `wait`; raises `WokenError` soon after it rings.
         """
         if self._closed:
             raise ClientClosedError(self.where) if wake is None else WokenError
@@ -604,8 +604,8 @@ class StoreClient(KeyValueClient):
             attempt = partial(request, limit)
             return retry(attempt, timeout=self.timeout, retryable=retryable, sleep=pause)
         except Exception as error:
-            # One server's refusals tell more than another one's silence; but a server that stops in
-            # the midst of a log-in looks like one that refuses it.
+            # One server's refusals tell more than another server's silence. Two refusals, because a
+            # server that stops during a log-in looks like a refusal.
             problem = self._problem(error) if not isinstance(error, UnreadableFileError) else None
             is_silence = problem is not None and not problem.state
             self._fail(denials[-1] if len(denials) > 1 and is_silence else error, wake)
@@ -617,14 +617,14 @@ class StoreClient(KeyValueClient):
         return problem is not None and problem.retryable
 
     def _meaning(self, error: Exception) -> Problem | None:
-        """As `_problem`, also for what this host has run out of, and for a file that is away.
+        """`_problem`, and the problems of an exhausted host and of an unreadable file.
 
-        No library's error hides the first; the second was there at the start.
+        Exhaustion is found even behind a library's error. The file was readable at the start.
         """
         unreadable = isinstance(error, UnreadableFileError)
         problem = self._problem(error) if not unreadable else None
         if problem is None and type(error).__module__.partition(".")[0] in _PARSERS:
-            # A network's error is Python's own too.
+            # A network error is an OSError of Python too.
             away = isinstance(error, OSError)
             problem = self._unreachable(error) if away else self._odd(error)
         if (missing := exhausted(error)) is not None:
@@ -638,7 +638,7 @@ class StoreClient(KeyValueClient):
         return problem
 
     def _learn(self, request: Callable[[Limit], T]) -> tuple[T | None, str]:
-        """For `inspect`: the answer, or None and why there is none, such as a missing right."""
+        """For `inspect`: the answer, or None and the reason, such as a missing right."""
         try:
             return self._call(request), ""
         except (RendezvousConnectionError, RendezvousStateError) as error:
@@ -678,7 +678,7 @@ class StoreClient(KeyValueClient):
         raise kind(text) from None
 
     def _odd(self, error: Exception) -> Problem:
-        """The problem behind an answer that is cut off, or not as the store's own are."""
+        """The problem of an answer that is cut off or malformed."""
         said = plain(f"{type(error).__name__}: {error}", 200)
         return Problem(
             f"sent an answer that makes no sense ({said}); does {self.named_by} name it, and is a "
@@ -687,7 +687,7 @@ class StoreClient(KeyValueClient):
         )
 
     def _unreachable(self, error: Exception, *, undone: bool = False, hint: str = "") -> Problem:
-        """The problem behind most errors; ``hint`` continues the question at its end."""
+        """The problem of most errors; ``hint`` continues the question at the end of the text."""
         if is_unresolved(error):
             return Problem(
                 f"{UNREACHED} within {self.timeout:g} s, for its name cannot be resolved "
@@ -696,7 +696,7 @@ class StoreClient(KeyValueClient):
                 undone=undone,
             )
         said = str(error) or type(error).__name__
-        # Nobody refuses for these; what hangs or hangs up may.
+        # A busy or full server does not refuse connections, but may hang or hang up.
         busy = "" if "refused" in said else ", not too busy and below its limit of connections"
         return Problem(
             f"{UNREACHED} within {self.timeout:g} s ({said}); "
@@ -740,9 +740,9 @@ class StoreClient(KeyValueClient):
 
 
 def in_background(name: str, work: Callable[[], T]) -> Future[T]:
-    """Do it in a daemon thread of that name; while the interpreter ends, in this one.
+    """Do ``work`` in a daemon thread; while the interpreter ends, in the calling thread.
 
-    Nobody can cancel it.
+    The work cannot be cancelled.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
@@ -762,10 +762,10 @@ def in_background(name: str, work: Callable[[], T]) -> Future[T]:
 
 
 def clock_hint(server: float | None) -> str:
-    """Says that this host's clock is off, if it is; signatures and tokens are good for minutes.
+    """A hint if this host's clock is off, because signatures and tokens hold for minutes; or "".
 
     Args:
-        server: its time, in seconds since 1970, as an answer told it; None: none did.
+        server: the server's time in seconds since 1970; None: unknown.
     """
     off = time.time() - server if server is not None else 0.0
     if abs(off) < _CLOCK_SECONDS:
@@ -775,9 +775,9 @@ def clock_hint(server: float | None) -> str:
 
 
 def is_unresolved(error: BaseException | None) -> bool:
-    """Whether the error, or one behind it, says that a host's name has no address."""
+    """Whether the error, or one of its causes, says that a host's name has no address."""
     behind: list[BaseException] = []
-    # redis-py raises errors whose causes form a ring.
+    # In redis-py's errors the causes may form a ring.
     while error is not None and error not in behind:
         if isinstance(error, socket.gaierror) or _UNRESOLVED.search(str(error)):
             return True
@@ -792,19 +792,19 @@ def stamped(value: bytes) -> bytes:
 
 
 def entry_of(stored: Stored | None) -> Entry | None:
-    """What the contract returns of a key; None as of `version_of`."""
+    """The entry that the contract returns for a key; None if `version_of` is None."""
     return stored.entry if stored is not None and stored.version else None
 
 
 def version_of(stored: Stored | None) -> str | None:
-    """The version of what a key holds; None: there is no such key, or what it holds is not ours."""
+    """The version of a key's value; None: no such key, or a value of another program."""
     return (stored.version or None) if stored is not None else None
 
 
 def segments(namespace: str, prefix: str) -> list[str]:
-    """The path segments of a namespace: those of the prefix, then one for the run.
+    """The path segments of a namespace: the prefix's segments, then a segment for the run.
 
-    Each is percent-encoded, so that no run id can address another run.
+    Each segment is percent-encoded, so that no run id can address another run.
     """
     if not namespace.startswith(f"{prefix}/"):
         prefix = namespace.partition("/")[0]

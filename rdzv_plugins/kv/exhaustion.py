@@ -1,7 +1,7 @@
-"""A host without a resource, as an outage: told once, and tried again after growing pauses.
+"""A host without threads, descriptors or memory: logged once, and tried again after growing pauses.
 
-Threads, descriptors and memory are missing for a second as well as for good, and whoever has none
-can end nothing but itself. A node therefore treats this as it treats a store that is away.
+The lack may last for a second or for good, and a process without resources can only end itself. A
+node therefore treats the lack like a store that is away.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ERRNOS = {
     errno.ENOMEM: "this host has no memory left",
     errno.ENOBUFS: "this host has no memory left for a socket",
 }
-# CPython's words; while the interpreter ends it says something else.
+# CPython's message; while the interpreter ends, the message differs.
 _NO_THREAD = "can't start new thread"
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
@@ -36,9 +36,9 @@ class ExhaustedError(RendezvousConnectionError):
 
 
 def exhausted(error: BaseException | None) -> ExhaustedError | None:
-    """The error for what this host has run out of, if this one, or one behind it, says that."""
+    """The error for the missing resource, if ``error`` or one of its causes names one; or None."""
     behind: list[BaseException] = []
-    # A signal that comes while an error is handled has that error as its context.
+    # The exception of a signal has the error as its context that was being handled.
     while not (error is None or error in behind or is_signal(error)):
         if isinstance(error, ExhaustedError):
             return error
@@ -55,7 +55,7 @@ def _missing(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         return "this host lets this process start no thread (see ulimit -u, or its pids limit)"
     if isinstance(error, socket.gaierror):
-        # A resolver that can open no socket says that it knows no such name.
+        # A resolver that can open no socket reports an unknown name.
         try:
             require_descriptors(1)
         except OSError as found:
@@ -64,14 +64,14 @@ def _missing(error: BaseException) -> str | None:
 
 
 def is_signal(error: BaseException) -> bool:
-    """Whether it is torch's `SignalException`, which a signal handler raises anywhere."""
-    # Nobody raises it who has not loaded torch.
+    """Whether ``error`` is torch's `SignalException`, which a signal handler may raise anywhere."""
+    # Only a process that has loaded torch raises it.
     torchs = sys.modules.get("torch.distributed.elastic.multiprocessing.api")
     return isinstance(error, getattr(torchs, "SignalException", ()))
 
 
 def require_descriptors(count: int = _DESCRIPTORS) -> None:
-    """Raise OSError unless this process may open so many more files now."""
+    """Raise OSError unless this process may open ``count`` more files now."""
     opened: list[int] = []
     try:
         for _ in range(count):
@@ -99,14 +99,14 @@ def missing_for_workers() -> ExhaustedError | None:
 
 
 class Attempts:
-    """When to try again what has failed: after pauses that grow.
+    """Growing pauses between attempts that fail.
 
     Args:
-        clock: monotonic, in seconds; None: this host's.
-        longest: pause, in seconds.
+        clock: monotonic seconds; None: this host's clock.
+        longest: the longest pause in seconds.
 
     Attributes:
-        failures: since one succeeded.
+        failures: failed attempts since the last success.
     """
 
     def __init__(
@@ -119,16 +119,16 @@ class Attempts:
 
     @property
     def seconds_left(self) -> float:
-        """Until the next one; 0: it is due."""
+        """Seconds until the next attempt; 0: it is due."""
         return max(0.0, self._due - self._clock()) if self.failures else 0.0
 
     def fail(self) -> bool:
-        """One has failed; returns whether it is the first since one succeeded, which is told."""
+        """Note a failed attempt; returns whether it is the first since a success, which is logged."""
         self._due = self._clock() + min(_FIRST_PAUSE * 2.0**self.failures, self._longest)
         self.failures = min(self.failures + 1, 16)
         return self.failures == 1
 
     def succeed(self) -> bool:
-        """One has succeeded; returns whether others had failed before."""
+        """Note a success; returns whether attempts had failed before."""
         failures, self.failures = self.failures, 0
         return failures > 0

@@ -25,7 +25,7 @@ DOCUMENT_BYTES = 8 << 20
 RECORD_BYTES = 64 << 10
 SHARD_BYTES = 1 << 20
 SMALL_BYTES = 256 << 10
-"""For an entry of the history, of the list of runs, or of the exclusions, and for a tombstone."""
+"""For an entry of the history, the list of runs or the exclusions, and for a tombstone."""
 
 LEASES = 10.0
 """A record's lease may differ from the run's by this factor; with a longer lease the node would

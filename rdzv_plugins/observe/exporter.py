@@ -112,7 +112,7 @@ class Exporter(Collector):
             for seen in self._survey.runs.values():
                 try:
                     samples = [*self._samples(seen)]
-                except Exception:  # One broken run never costs the others.
+                except Exception:  # A broken run must not hide the others.
                     log.debug("run '%s' has no metrics", seen.run_id, exc_info=True)
                     continue
                 for name, labels, value in samples:

@@ -173,7 +173,7 @@ class Archive:
         self._kept = max(_TOMBSTONE_SECONDS, history_ttl)
 
     def command(self, name: str, *arguments: str) -> str:
-        """A command about the run (about all runs, if there is no run id) that a person can paste."""
+        """A command that a person can paste; it is about all runs if there is no run id."""
         run = ["-i", self._run_id] if self._run_id else []
         return join(["rdzv", name, *run, *self._where, *arguments])
 
@@ -307,7 +307,7 @@ class Archive:
         return _hold((it for key in keys[all_runs] for it in _excluded(entries.get(key))), now)
 
     def exclude(self, exclusion: Exclusion, now: float, *, all_runs: bool = False) -> None:
-        """Store an exclusion for this id's runs or for all runs; it replaces its host's last one."""
+        """Store an exclusion for this id's runs or all runs; it replaces its host's last one."""
         self._change_exclusions(lambda held: (*held, exclusion), now, all_runs)
 
     def include(self, hosts: Collection[str], now: float, *, all_runs: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""Inspecting runs from outside, from the store alone: what each does, and who of it lives.
+"""Inspects runs from outside, from the store alone: what each run does, and which nodes live.
 
 The commands, the exporter and the dashboard all read runs through this module.
 """
@@ -46,10 +46,10 @@ NOTHING_STORED = "nothing is stored under this id: check the id and the prefix"
 SCHEMA = 1
 """The version of what `Inspection.report` returns; it changes when a field changes its meaning."""
 
-# How long heartbeats are watched while a round forms, and how long at most if none comes.
+# Seconds that heartbeats are watched while a round forms, and at most if no heartbeat comes.
 _WATCHED_SECONDS = 2.0
 _LONGEST_WATCH_SECONDS = 12.0
-# With heartbeats this often, watching for one is as exact as a stored time in whole seconds.
+# With a shorter interval, watching for a heartbeat is as fast as comparing whole seconds.
 _SHORT_INTERVAL = 2.0
 
 LOOK_SECONDS = 0.2
@@ -76,12 +76,12 @@ class NodeState(Struct, frozen=True, kw_only=True):
     """A node of a run, as seen from outside; docs/commands.md describes each field.
 
     Attributes:
-        rank: in the present round; None: it is not in it.
-        silence: seconds of watching in which no heartbeat of it came.
+        rank: the node's rank in the present round; None: it is not in the round.
+        silence: seconds of watching without a heartbeat of the node.
         at: when it wrote its last heartbeat, in seconds since the epoch on its own wall clock; 0:
             not known.
-        clock: seconds by which that clock is ahead of this host's, or behind it if negative; None:
-            it is not known to differ by more than a few.
+        clock: seconds by which that clock is ahead of this host's (negative: behind); None: it is
+            not known to differ by CLOCKS_DIFFER or more.
     """
 
     node: str
@@ -100,7 +100,7 @@ class NodeState(Struct, frozen=True, kw_only=True):
     kept_out: str
 
     def report(self) -> dict[str, Any]:
-        """As plain data."""
+        """The node as plain data."""
         data = asdict(self) | {
             "odd": self.state.is_odd,
             "unfit": self.unfit or None,
@@ -112,18 +112,18 @@ class NodeState(Struct, frozen=True, kw_only=True):
 
 
 class Inspection:
-    """One run as it stands in the store, and since when each heartbeat stands still.
+    """One run as the store shows it, and since when each node's beat has stood still.
 
     Its methods raise `RendezvousConnectionError` if the store is away, and
-    `RendezvousStateError` if the round document is unreadable, or this client has not its secret.
+    `RendezvousStateError` if the round document is unreadable, or this client lacks its secret.
 
     Attributes:
         document: the round document; None: there is none.
-        version: under which it was read.
-        records: of all nodes, by id.
-        last: of a run whose keys are gone: what was noted last; None: nothing is known.
+        version: the version of the document.
+        records: the records of all nodes, by id.
+        last: the last record in the archive of a run whose keys are gone; None: there is none.
         is_torchs: the run has handler=torch, whose state cannot be shown.
-        members_up: of the store; None: it has no members.
+        members_up: how many members of the store are up; None: the store has no members.
     """
 
     def __init__(self, client: KeyValueClient, archive: Archive, run_id: str) -> None:
@@ -173,13 +173,13 @@ class Inspection:
             self.last = self.archive.last()
 
     def await_change(self, seconds: float) -> None:
-        """Wait until the document may differ from what was read, at most for so long."""
+        """Wait until the document may differ from what was read, for ``seconds`` at most."""
         self.client.wait(STATE_KEY, self.version, seconds)
 
     def _compare_clocks(
         self, node: str, before: NodeRecord | None, record: NodeRecord, passed: float
     ) -> None:
-        """Measure how far a node's wall clock is off: it wrote this record within ``passed`` s."""
+        """Measure how far off a node's wall clock is; it wrote this record within ``passed`` s."""
         if not record.at or (before is not None and before.beat == record.beat):
             return
         ahead = record.at - time.time()
@@ -200,7 +200,7 @@ class Inspection:
 
     @property
     def clocks(self) -> str:
-        """The hosts whose wall clocks differ from this one's by more than a few seconds."""
+        """The hosts whose wall clocks differ from this host's by CLOCKS_DIFFER or more."""
         differ = {
             record.host: clock
             for node, record in self.records.items()
@@ -214,9 +214,9 @@ class Inspection:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a node's time says that a heartbeat is missing, and it is not known if so.
+        """Whether a heartbeat seems to be missing by a node's wall clock, which may be behind.
 
-        Its clock may be behind. An observer that watches for an interval knows.
+        An observer that watches for an interval knows whether the heartbeat is missing.
         """
         document, now = self.document, time.time()
         if document is None or document.closed or self._watched >= _LONGEST_WATCH_SECONDS:
@@ -233,7 +233,7 @@ class Inspection:
         return time.monotonic() - self._began
 
     def _with_all_nodes(self, document: RoundDocument) -> RoundDocument:
-        """The document with its nodes; of those that no shard names, the ones with a record."""
+        """The document with all known nodes: from the shards, and from the nodes' records."""
         stored: dict[str, Entry] = {}
         for prefix in prefixes(document):
             stored |= self.client.list(prefix)
@@ -243,7 +243,7 @@ class Inspection:
         known = members_by_their_records(document, self.records)
         if document.roster is None:
             return replace(document, previous=known, previous_roster=None)
-        # Neither its size nor the ranks change because some are unknown.
+        # Keep the size and the known ranks, although some nodes are unknown.
         ranks = {node: self.records[node].rank or 0 for node in known}
         return replace(document, roster=replace(document.roster, ranks=ranks))
 
@@ -261,14 +261,14 @@ class Inspection:
 
     @property
     def is_known(self) -> bool:
-        """Whether `condition` is what was seen, and no guess for want of time to watch."""
+        """Whether the run was watched for long enough that `condition` is no guess."""
         return self._is_told_by(self._lives)
 
     @property
     def is_sure(self) -> bool:
-        """Whether a heartbeat was seen to come, or none of those that were due: no guess by clocks.
+        """Whether a heartbeat was seen, or none came although all were due; clocks do not count.
 
-        Nodes that have just died are still taken for living until then.
+        Before that, nodes that have just died may seem to live.
         """
         return self._is_told_by(self._beats.moved)
 
@@ -283,7 +283,7 @@ class Inspection:
 
     @property
     def why_unknown(self) -> str:
-        """The sentence of a run of which `is_known` is false."""
+        """The sentence of a run for which `is_known` is false."""
         records, latest = [self.records[node] for node in self._asked], self.last_beat
         return (
             "not known yet whether its nodes live: they send heartbeats every "
@@ -310,26 +310,26 @@ class Inspection:
         return [
             node
             for node, it in self.records.items()
-            if it.status is not Status.LEFT or it.is_unfit  # An unfit one comes back.
+            if it.status is not Status.LEFT or it.is_unfit  # An unfit node comes back.
         ]
 
     def _lives(self, node: str) -> bool:
-        """Whether a heartbeat was seen to come, or the last one is so new that none is due.
+        """Whether a heartbeat was seen, or the last heartbeat is so new that the next is not due.
 
-        How new it is, is told by two hosts' clocks: that is enough for people, who see the time.
+        Its age compares two hosts' clocks. That is enough for people, who see the time.
         """
         record = self.records[node]
         if self._beats.moved(node):
             return True
         if not record.at or record.interval < _SHORT_INTERVAL or self.is_silent(node):
             return False
-        # The record has whole seconds.
+        # `record.at` is in whole seconds, so it may be up to 1 s too old.
         age = time.time() - record.at
         return age >= -CLOCKS_DIFFER and not is_due(age - 1.0, record)
 
     @property
     def _waits_to_be_fit(self) -> bool:
-        """Whether a node lives that joins as soon as its check passes."""
+        """Whether an unfit node lives, which joins as soon as its check passes."""
         return any(it.is_unfit and not self.is_silent(node) for node, it in self.records.items())
 
     def is_silent(self, node: str) -> bool:
@@ -337,7 +337,7 @@ class Inspection:
         return is_due(self._beats.confirmed_silence(node), self.records.get(node))
 
     def is_lost(self, node: str) -> bool:
-        """Whether the lease of the node has run out, as was watched or as the leader has found."""
+        """Whether the node's lease has run out, as this observer or the leader has found."""
         document, record = self.document, self.records.get(node)
         if record is None:
             return False
@@ -379,12 +379,12 @@ class Inspection:
 
     @property
     def event(self) -> str:
-        """The sentence without its seconds: it changes only when the run does."""
+        """The sentence without seconds, so that it changes only when the run changes."""
         return self._what_it_was() if self.document is None else of_run(self.situation).lasting
 
     @property
     def situation(self) -> Situation:
-        """The run as it was read, where there is a document."""
+        """The run's situation as last read; there must be a document."""
         assert self.document is not None
         found = self.document, self.records, self.is_silent, self.is_lost
         return assess_from_outside(*found, time.time())
@@ -397,7 +397,7 @@ class Inspection:
 
     @property
     def steps(self) -> Standing | None:
-        """Where the workers are; None: they tell no steps."""
+        """The workers' steps; None: they tell no steps."""
         return standing(self.document, self.records) if self.document is not None else None
 
     @property
@@ -475,12 +475,12 @@ def steps_as_data(steps: Standing | None) -> dict[str, Any] | None:
 
 
 def ahead_or_behind(clock: float) -> str:
-    """As "7 s ahead": how far a clock is off, which differs by so many seconds."""
+    """A text such as "7 s ahead" for a clock that differs by ``clock`` seconds."""
     return f"{abs(clock):.0f} s {'ahead' if clock > 0 else 'behind'}"
 
 
 def what_it_was(last: Row | Listed | None) -> str:
-    """The sentence of a run whose keys are gone, from what was noted last."""
+    """The sentence of a run whose keys are gone, from its last record in the archive."""
     if last is None:
         return NOTHING_STORED
     if last.outcome is None:
@@ -492,9 +492,9 @@ def what_it_was(last: Row | Listed | None) -> str:
 
 
 def settle(inspections: Iterable[Inspection], surely: bool = False) -> None:
-    """Look at all these runs until it can be told of each who lives: up to 12 s.
+    """Look at all these runs until each run's living nodes are known: up to 12 s.
 
-    ``surely``: until each one `is_sure`, if that comes within those 12 s.
+    ``surely``: look until each run `is_sure`, but also for 12 s at most.
     """
     left = list(inspections)
     ends = time.monotonic() + (_LONGEST_WATCH_SECONDS if surely else math.inf)
@@ -508,7 +508,7 @@ def settle(inspections: Iterable[Inspection], surely: bool = False) -> None:
 
 
 def is_torchs(client: KeyValueClient) -> bool:
-    """Whether the run has handler=torch, whose state is a pickle, which is never loaded here."""
+    """Whether the run has handler=torch. Its state is a pickle, which is never loaded here."""
     return client.get(TORCH_STATE_KEY) is not None
 
 

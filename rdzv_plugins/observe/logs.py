@@ -1,4 +1,4 @@
-"""The log of a node without setting anything up: its lines on stderr, as torch's look."""
+"""The log of a node: lines on stderr in torch's format, without any set-up."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rdzv_plugins.protocol.node import Node
 
 _PACKAGE = "rdzv_plugins"
 
-# As torch's: I1122 13:20:01.250000 4711 rdzv_plugins.process.handler:208] ...
+# torch's format: I1122 13:20:01.250000 4711 rdzv_plugins.process.handler:208] ...
 _FORMAT = "{levelname[0]}{asctime}.{msecs:03.0f}000 {process} {name}:{lineno}] {message}"
 
 
 def set_up(level: str) -> None:
     """Show the package's lines from this level on, unless the application has set logging up.
 
-    torchrun shows warnings only, and without time or name. Once is enough; more do no harm.
+    torchrun shows only warnings, and without time or name. Further calls have no effect.
     """
     package = logging.getLogger(_PACKAGE)
     if package.hasHandlers():
@@ -33,7 +33,7 @@ def set_up(level: str) -> None:
 
 
 def told(error: BaseException) -> None:
-    """Note that the log has the error's line, so that nobody needs its traceback as well."""
+    """Mark the error as logged, so that its traceback is not shown too."""
     if logging.getLogger(_PACKAGE).isEnabledFor(logging.ERROR):
         vars(error)["told_by_rdzv"] = True
 
@@ -66,11 +66,11 @@ class RunLog:
         self._log(logging.WARNING, text)
 
     def error(self, text: str, lines: str = "") -> None:
-        """``lines``: more lines, which are shown as they are."""
+        """Log an error; ``lines``: further lines, which are shown as they are."""
         self._log(logging.ERROR, text, lines)
 
     def tell(self, request: Tell) -> None:
-        """Carry out the effect."""
+        """Log a `Tell` of the node."""
         text = request.text
         if request.command:
             text = text.replace(f"rdzv {request.command[0]}", self._command(*request.command), 1)

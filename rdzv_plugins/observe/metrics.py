@@ -81,9 +81,9 @@ class Metric:
     """A row of the table.
 
     Attributes:
-        labels: of a node's metric; the exporter's has the label ``run`` before them.
-        of_run: False: it is about the store, and the exporter's has no label ``run`` either.
-        buckets: upper bounds, of a histogram.
+        labels: the labels of a node's metric; the exporter puts the label ``run`` before them.
+        of_run: False: the metric is about the store, so the exporter adds no label ``run``.
+        buckets: the upper bounds of a histogram.
     """
 
     name: str
@@ -241,7 +241,7 @@ class Report:
         self._beat_at: float | None = None
         # When an effect was last carried out; None: there was none yet.
         self._lived_at: float | None = None
-        # Up to when the outage that lasts has been counted.
+        # Up to when the present outage has been counted.
         self._away_at: float | None = None
         if settings.otel:
             # An SDK never forgets an instrument's callbacks.
@@ -266,7 +266,7 @@ class Report:
             )  # fmt: skip
         except (OSError, UnicodeError) as error:
             if exhausted(error) is not None:
-                raise  # The node, too, is not made now.
+                raise  # The node is not made either.
             log.warning(
                 f"this node serves no metrics: {host}:{port} cannot be opened ({error}); set "
                 "another metrics_port, or 0 for a free one"
@@ -276,7 +276,7 @@ class Report:
         log.info(f"metrics are served at {self._server.url}/metrics")
 
     def close(self) -> None:
-        """Serve and report nothing any more."""
+        """End the server and all reports."""
         if self._server is not None:
             self._server.close()
         self._outputs = []
@@ -300,7 +300,7 @@ class Report:
     def watch(
         self, request: effects.Effect[Any], answer: Any, error: Exception | None = None
     ) -> None:
-        """Measure what an effect stands for; a `driver.Watcher`."""
+        """Measure an effect; a `driver.Watcher`."""
         now = self._lived_at = time.monotonic()
         if type(request) not in effects.LOCAL:
             self._time_outage(now, away=error is not None and store_is_away(error))
@@ -337,7 +337,7 @@ class Report:
         yield "rdzv_nodes_waiting", {}, self._node.waiting
         yield "rdzv_leads", {}, leads
         beat = self._beat_at
-        age = nan if beat is None else max(0.0, now - beat)  # It may beat just now.
+        age = nan if beat is None else max(0.0, now - beat)  # A beat may come at this moment.
         yield "rdzv_heartbeat_age_seconds", {}, age
         yield "rdzv_leader_silence_seconds", {}, _leaders_silence(view)
         yield "rdzv_lease_seconds", {}, self._rules.lease
@@ -406,7 +406,7 @@ def _leaders_silence(view: View) -> float:
 
 
 class Measured:
-    """Stands for a client, and times its requests; everything else is the client's.
+    """Wraps a client and times its requests; everything else is passed to the client.
 
     ``note`` gets the method's name, its seconds, and the error of a request that failed.
     """

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 _CLIENT_SECONDS = 5.0
 # The environment key under which a request names its client.
 _CLIENT = "rdzv.client"
-# With more clients at once, the oldest connection is cut off, and a client whose page is being made
-# last: otherwise clients without a right to any page would cut off each slow page.
+# With more clients, the oldest connection is cut off; clients whose pages are being made come last.
+# Otherwise clients without a right to any page would cut off each slow page.
 _MOST_CLIENTS = 16
 # The server thread checks this often whether to stop; a closed socket may not wake it.
 _LOOK_SECONDS = 0.5
@@ -42,11 +42,11 @@ class MetricsServer:
     """An HTTP server of ``/metrics``, ``/healthz`` and ``/why``.
 
     Args:
-        port: 0: any free one.
+        port: the port; 0: any free port.
         before_metrics: called before ``registry`` is shown.
         health: whether all is well (status 200, else 503), and the text of ``/healthz``.
         why: the text of ``/why``.
-        name: of the thread.
+        name: the thread's name.
 
     Raises OSError or UnicodeError if it cannot listen there.
     """
@@ -82,15 +82,15 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Without a path; with the port that was free, where any was asked for."""
+        """The server's URL without a path; it has the real port if port 0 was asked for."""
         host, port = self._server.server_address[:2]
         return f"http://{at(str(host), port)}"
 
     def close(self) -> None:
-        """Serve nothing any more, and end the thread."""
+        """Stop serving, and end the thread."""
         self._stopping.set()
         with suppress(OSError):
-            self._server.socket.shutdown(socket.SHUT_RDWR)  # It wakes the thread.
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # shutdown() wakes the thread.
         self._thread.join(_STOP_SECONDS)
         self._server.cut_late(math.inf)
         self._server.server_close()
@@ -170,7 +170,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def cut_late(self, now: float) -> None:
-        """Cut off all clients whose time is over then; infinite: all clients."""
+        """Cut off all clients whose time is over at ``now``; infinite: all clients."""
         with self._lock:
             late = [client for client, until in self._clients.items() if until <= now]
         for client in late:
@@ -178,7 +178,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     @contextmanager
     def at_work_for(self, client: socket.socket) -> Iterator[None]:
-        """Let the client's time stand still: the page of many runs on a slow store takes long."""
+        """Stop the client's clock, because the page of many runs on a slow store takes long."""
         self._give(client, math.inf)
         try:
             yield
@@ -194,7 +194,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         with self._lock:
             self._clients.pop(client, None)
         with suppress(OSError):
-            client.shutdown(socket.SHUT_RDWR)  # Its thread's next read or write ends.
+            client.shutdown(socket.SHUT_RDWR)  # This ends the next read or write of its thread.
 
     def server_bind(self) -> None:
         # HTTPServer.server_bind looks up the host's name, which may take a resolver's time-out.
@@ -207,7 +207,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             return super().get_request()
         except OSError as error:
             if exhausted(error) is not None:
-                time.sleep(_LOOK_SECONDS)  # The client still waits: do not ask again at once.
+                time.sleep(_LOOK_SECONDS)  # Pause, because the client still waits.
             raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -1,9 +1,9 @@
 """Which clients may read what the dashboard, the exporter and the metrics show: one rule.
 
-Without a token a server listens at loopback alone, and answers whoever asks for it by a name of
-loopback: a page of somebody else's, whose name resolves to this host, may not read what is here.
-Where a token is set, and anywhere but at loopback, whoever sends the token is answered, by whatever
-name they ask. ``/healthz`` needs no token: what probes it has none.
+Without a token a server listens only at loopback, and answers only requests for a loopback name:
+a foreign page whose name resolves to this host must not read the data. With a token, which any
+address other than loopback needs, it answers requests that send the token, for any host name.
+``/healthz`` needs no token, because probes have none.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rdzv_plugins.peers.addresses import is_loopback
 from rdzv_plugins.settings.options import Settings, UnreadableFileError
 
 LOOPBACK = "127.0.0.1"
-"""Where a server listens that is told nothing else."""
+"""The default address at which a server listens."""
 
 HEALTH = "/healthz"
-"""The path that is answered without a token."""
+"""The path that needs no token."""
 
 
 class Refusal(NamedTuple):
-    """An answer to who may not read a page; its headers tell clients what to send."""
+    """The answer to a client that may not read a page; its headers say what to send."""
 
     status: HTTPStatus
     text: str
@@ -33,9 +33,9 @@ class Refusal(NamedTuple):
 
 
 class PageAccess:
-    """Tells who may read what a server at ``host`` shows; ``page_token_file`` is read each time.
+    """Decides which clients may read a server at ``host``; reads ``page_token_file`` each time.
 
-    Raises `ValueError` if others reach the server, and there is no token, or its file has none.
+    Raises `ValueError` if other hosts reach the server and there is no token.
     """
 
     def __init__(self, host: str, settings: Settings) -> None:
@@ -50,8 +50,8 @@ class PageAccess:
         self._names = {"localhost", "127.0.0.1", "[::1]", host}
 
     def refusal(self, path: str, host: str, authorization: str) -> Refusal | None:
-        """Why this request with these headers gets no page; None: it gets one."""
-        with suppress(UnreadableFileError):  # It is being replaced: the last one goes on.
+        """Why a request with these headers gets no page; None: it gets the page."""
+        with suppress(UnreadableFileError):  # The file is being replaced: keep the last token.
             self._token = self._settings.current_page_token()
         if self._token is None:
             # An IPv6 address has brackets.
@@ -66,12 +66,12 @@ class PageAccess:
         return Refusal(HTTPStatus.UNAUTHORIZED, text, {"www-authenticate": "Bearer"})
 
     def is_token(self, given: str) -> bool:
-        """Whether this is the token; no time that it takes tells how much of it is right."""
+        """Whether ``given`` is the token, in constant time."""
         return self._token is not None and hmac.compare_digest(_bytes(given), _bytes(self._token))
 
     @property
     def cookie(self) -> str:
-        """What a browser that has sent the token sends from then on; the token is not in it."""
+        """The cookie of a browser that has sent the token; it does not contain the token."""
         return hmac.new(_bytes(self._token or ""), b"rdzv page", "sha256").hexdigest()
 
     def is_cookie(self, given: str) -> bool:

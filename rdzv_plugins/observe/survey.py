@@ -23,8 +23,7 @@ from rdzv_plugins.protocol.documents import Outcome
 log = logging.getLogger(__name__)
 
 _BRIEF_WATCH_SECONDS = 1.0
-# At most this many runs have a connection that stays open. Each look at another run opens one and
-# closes it.
+# At most this many runs keep a connection open. A look at any other run opens and closes its own.
 _MOST_CONNECTIONS = 32
 # After the first look, each look reads at most this many of the other runs, in turn.
 _MOST_IN_TURN = 64
@@ -34,8 +33,8 @@ class Seen:
     """A run as it was seen last.
 
     Attributes:
-        listed: its entry in the list of runs; None: the store has lost it, but not the run.
-        inspection: of a run whose end is not noted.
+        listed: its entry in the list of runs; None: the store has lost the entry, not the run.
+        inspection: the inspection of a run whose end is not recorded.
         client: its connection, while there is something to watch.
         error: why the run cannot be read, such as another version's round document.
     """
@@ -49,7 +48,7 @@ class Seen:
 
     @property
     def is_over(self) -> bool:
-        """Whether its end is noted. One that was closed by request may go on for a round."""
+        """Whether the run's end is recorded. A run closed by request may finish its round."""
         if self.listed is None or self.listed.outcome is None:
             return False
         return self.listed.outcome is not Outcome.CLOSED or self.is_gone
@@ -76,7 +75,7 @@ class Seen:
 
     @property
     def condition(self) -> Condition | None:
-        """None: the run cannot be read."""
+        """The run's condition; None: the run cannot be read."""
         if self.is_over:
             return Condition.CLOSED
         return self.readable.condition if self.readable is not None else None
@@ -97,7 +96,7 @@ class Seen:
             try:
                 found = self.readable.report()
             except Exception as error:
-                # One broken run never costs the others.
+                # A broken run must not hide the others.
                 self.error = _broken(self.run_id, error)
         if found is None:
             found = {
@@ -117,7 +116,7 @@ class Seen:
 class Survey:
     """Reads all runs under a prefix.
 
-    A run whose end is noted is read from the list of runs alone. Only `rows` and `close` may be
+    A run whose end is recorded is read only from the list of runs. Only `rows` and `close` may be
     called from another thread than `look`.
 
     Attributes:
@@ -170,7 +169,7 @@ class Survey:
         self.away = None
 
     def settle(self) -> None:
-        """Look until it is known of each run who lives, for a second more than a look at most.
+        """Look until each run's living nodes are known, at most 1 s longer than one look.
 
         Raises as `look` does, and `RendezvousConnectionError` if the store is away.
         """
@@ -185,9 +184,9 @@ class Survey:
             raise RendezvousConnectionError(self.away[1])
 
     def rows(self, run_id: str) -> list[Row]:
-        """The rounds and ends that are kept of a run id, oldest first; read when there are new.
+        """The stored rounds and ends of a run id, oldest first; read only if there are new rows.
 
-        While the store is away, those that were read before.
+        While the store is away, returns the rows that were read before.
         """
         seen = self.runs.get(run_id)
         listed = seen.listed if seen is not None else None
@@ -198,7 +197,7 @@ class Survey:
         return self._rows.get(run_id, (listed, []))[1]
 
     def close(self) -> None:
-        """Close all connections; a look that another thread has under way ends."""
+        """Close all connections, which ends a `look` in another thread."""
         for seen in list(self.runs.values()):
             self._hang_up(seen)
         if self._list is not None:
@@ -212,7 +211,7 @@ class Survey:
 
     def _look_at(self, seen: Seen, listed: Listed | None) -> None:
         before, seen.listed = seen.listed, listed
-        # After an outage no heartbeat may be taken for missing that nobody could write.
+        # Watch anew after an outage, in which no node could write a heartbeat.
         anew = self.away is not None or seen.is_gone
         nothing_left = listed is None and (seen.inspection is None or seen.is_gone)
         if seen.is_over or nothing_left or (seen.is_gone and listed == before):
@@ -244,7 +243,7 @@ class Survey:
 
 
 def _broken(run_id: str, error: Exception) -> str:
-    """The row of a run that cannot be told of; the log has the rest."""
+    """The text for a run that cannot be read; the log has the error."""
     log.debug("run '%s' cannot be read", run_id, exc_info=error)
     return plain(f"it cannot be read ({type(error).__name__}: {error})", 300)
 

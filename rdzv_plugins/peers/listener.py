@@ -52,7 +52,7 @@ class Line:
         self.writes = False
 
     def go_on(self) -> Line | None:
-        """Read or write what is possible now; returns the `Line` that serves next (None: it is over).
+        """Read or write what is possible now; returns the `Line` that serves next; None: it ended.
 
         An OSError ends the connection.
         """

@@ -96,8 +96,9 @@ class MasterServers:
     def _check_address(self) -> None:
         """Raise if this host does not reach itself at its address.
 
-        An address that no interface has, such as one that a router translates, is dialled. A new
-        socket listens for that, because the TCPStore's only thread would look up the caller's name.
+        If no interface has the address, for example because a router translates it, dial it. A new
+        socket listens meanwhile, because the TCPStore's only thread would look up the caller's
+        name.
         """
         try:
             if not is_local(self._address):

@@ -159,7 +159,7 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
         except RendezvousConnectionError as error:
             failure = error
         if attempt == 0:
-            # If the store lost the run during this, another run may have its id, and must keep its
+            # If the store lost the run meanwhile, a new run may have the id: do not expire its
             # keys.
             document = _readable((yield from Read(STATE_KEY)), closed)
             if document is None or not (document.closed and document.is_of(closed)):

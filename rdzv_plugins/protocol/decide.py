@@ -792,7 +792,7 @@ _IN_PHASE: dict[Phase, tuple[_Leads, ...]] = {
 
 
 def _until_lease(view: View, nodes: Iterable[str]) -> float | None:
-    """Seconds until the first of these leases could run out."""
+    """Seconds until the first lease of these nodes could run out."""
     if view.until_first_lease is not None:
         return view.until_first_lease
     left = [view.patience(node) - view.possible_silence(node) for node in nodes if node != view.me]

@@ -140,7 +140,7 @@ class Acceptor:
         return {key: it.accepted for key, it in self._registers.items() if it.value is None}
 
     def agreed_empty(self, asked: dict[str, Ballot]) -> dict[str, Ballot]:
-        """The registers among ``asked`` for which this member holds no older value, now or later."""
+        """The registers among ``asked`` for which this member never holds an older value again."""
         unknown = {key: ballot for key, ballot in asked.items() if key not in self._registers}
         # The floor keeps a late request from creating these registers.
         self._floor = max([self._floor, *unknown.values()])

@@ -12,11 +12,11 @@ from urllib.parse import parse_qsl, unquote
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A parsed ``--rdzv-endpoint``; its ``repr`` shows only where the servers are.
+    """A parsed ``--rdzv-endpoint``; its ``repr`` shows only the servers' addresses.
 
     Attributes:
         scheme: in lower case; "" if absent.
-        hosts: (name, port) pairs, at least one; none of a socket: ``unix:///path``.
+        hosts: (name, port) pairs, at least one; empty for a socket, ``unix:///path``.
         path: with its leading "/"; "" if absent.
         query: the parameters after "?".
     """
@@ -55,9 +55,9 @@ class Place:
     """Where a store's servers are, as far as its endpoint tells; nothing is looked up.
 
     Attributes:
-        hosts: (name, port); port 0: not told. Empty: no host is named.
-        on_socket: they listen at a path of this host instead.
-        of_nodes: they run on nodes of the run, each of which listens where the others come.
+        hosts: (name, port); port 0: not named. Empty: no host is named.
+        on_socket: the servers listen at a path of this host instead.
+        of_nodes: the servers run on nodes of the run, which listen for the other nodes.
     """
 
     hosts: tuple[tuple[str, int], ...] = ()
@@ -71,15 +71,15 @@ class Place:
 
     @property
     def dialled(self) -> list[tuple[str, int]]:
-        """The hosts, each with some port: a route depends on none."""
+        """The hosts, each with a port; any port will do to find a route."""
         return [(host, port or _ANY_PORT) for host, port in self.hosts]
 
 
-# Discard's, which nothing is sent to.
+# The discard port; nothing is sent to it.
 _ANY_PORT = 9
 
-# Scheme, authority, path, query. Not urlsplit: in patched Pythons it accepts an address in brackets
-# only as the single host.
+# Scheme, authority, path, query. Not urlsplit: patched Pythons accept an address in brackets only
+# if it is the only host.
 _URL = re.compile(r"(?s)(?:([^:/?#]+)://)?([^/?#]*)([^?#]*)(?:\?([^#]*))?(#.*)?")
 _PORT = re.compile(r"[0-9]{1,5}")
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
@@ -102,17 +102,17 @@ _PLAIN = re.compile(
 
 
 def at(host: str, port: int) -> str:
-    """A host's name or address with a port, as URLs have it."""
+    """A host's name or address with a port, in the form of URLs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def redact(endpoint: str) -> str:
-    """The endpoint with all that may be secret replaced by ``***``, also in one that is malformed.
+    """The endpoint with every possible secret replaced by ``***``, even if it is malformed.
 
-    What stands before the last ``@`` is hidden. The beginning of the rest is shown, up to what
-    is neither a host, a port, a path nor a parameter that is known to hold no secret.
+    Everything before the last ``@`` is hidden. The rest is shown up to the first part that is
+    neither host, port, path nor a parameter that is known to hold no secret.
 
-    It takes time in proportion to the endpoint's length.
+    Takes time in proportion to the endpoint's length.
     """
     found = _SCHEME.match(endpoint)
     scheme = found[0] if found is not None else ""
@@ -130,7 +130,7 @@ def redact(endpoint: str) -> str:
 
 
 def redact_urls(text: str) -> str:
-    """The text with each URL in it redacted: the libraries' errors quote what they asked."""
+    """Redact each URL in the text, because libraries' errors quote the URLs of their requests."""
     return _ANY_URL.sub(lambda found: redact(found[0]), text)
 
 
@@ -140,8 +140,8 @@ def parse_endpoint(endpoint: str, *, default_port: int, schemes: Iterable[str] =
     "" means localhost. IPv6 addresses need brackets.
 
     Raises:
-        ValueError: a scheme that is not in ``schemes``, a malformed host or port, a parameter that
-            is there twice, or a "#".
+        ValueError: a scheme that is not in ``schemes``, a malformed host or port, a repeated
+            parameter, or a "#".
     """
     text = endpoint.strip() or "localhost"
     allowed = list(schemes)

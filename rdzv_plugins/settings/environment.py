@@ -1,4 +1,4 @@
-"""The variables of the environment, and those of them that workers and checks are not given."""
+"""The environment's variables, and the variables that workers and checks do not get."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENVIRONMENT_PREFIX = "RDZV_PLUGINS_"
 # worker starts would join the worker's own run.
 _NOT_HANDED_DOWN = re.compile(rf"PET_\w+|{ENVIRONMENT_PREFIX}(\w+_)?(PASSWORD|SECRET|TOKEN)")
 
-# The variables that `withhold` has taken out, and how many of its calls are not undone yet.
+# The variables that `withhold` has removed, and how many of its calls are not undone yet.
 _withheld: dict[str, str] = {}
 
 _withholders = 0
@@ -24,13 +24,13 @@ _withholding = threading.Lock()
 
 
 def environment() -> Mapping[str, str]:
-    """The environment, with what is withheld from the processes that this one starts."""
+    """The environment, including the variables that `withhold` has removed."""
     # Not a copy of the environment: decoding all variables at each look took 3 % of a round's time.
     return ChainMap(os.environ, _withheld)
 
 
 def withhold() -> None:
-    """Take what workers are not given out of the environment, until `give_back` is called as often.
+    """Remove the variables that workers must not get, until `give_back` is called as often.
 
     torch starts workers with a copy of the agent's environment.
     """
@@ -39,13 +39,13 @@ def withhold() -> None:
         _withholders += 1
         for name in [*os.environ]:
             if _NOT_HANDED_DOWN.fullmatch(name):
-                # At any moment one of the two has the variable.
+                # Copy first: at any moment one of the two mappings has the variable.
                 _withheld[name] = os.environ[name]
                 del os.environ[name]
 
 
 def inherited() -> dict[str, str]:
-    """The environment of a process that gets no more of it than workers do."""
+    """The part of the environment that workers get."""
     return {name: it for name, it in os.environ.items() if not _NOT_HANDED_DOWN.fullmatch(name)}
 
 

@@ -23,7 +23,7 @@ _PORTS_OF_MASTER = 2
 # Seconds that a request may take by default.
 _SHORTEST_REQUEST, _LONGEST_REQUEST = 2.0, 5.0
 
-# One, and the one that replaces it.
+# A secret, and the secret that replaces it.
 _MOST_SECRETS = 2
 
 
@@ -38,7 +38,7 @@ def option(
     """A dataclass field with the bounds that `parse_options` enforces.
 
     Args:
-        of_run: all nodes of a run must have the same; their leader acts on its own.
+        of_run: all nodes of a run must have the same value; the leader uses its own value.
     """
     return field(
         default=default,
@@ -243,15 +243,15 @@ class Settings:
 
     @property
     def ports(self) -> range:
-        """The ports of ``master_port``; port 0 stands for any that is free."""
+        """The ports of ``master_port``; port 0 stands for any free port."""
         match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", self.master_port or "0", re.ASCII)
         return range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
 
     @property
     def answer_ports(self) -> range:
-        """Of `ports`, those at which this node answers others, from the last on.
+        """The part of `ports` at which this node answers others, the last port first.
 
-        Two are left for rank 0's TCPStore, however many nodes the host has.
+        Two ports are left for rank 0's TCPStore, however many nodes the host has.
         """
         return self.ports[: _PORTS_OF_MASTER - 1 : -1] or self.ports
 
@@ -273,7 +273,7 @@ class Settings:
     def request_timeout(self) -> float:
         """Seconds that one request to the store may take, retries included.
 
-        A heartbeat whose connection is lost is sent again over another one within the lease.
+        A heartbeat whose connection is lost is sent again over another connection in the lease.
         """
         if self.heartbeat_timeout is not None:
             return self.heartbeat_timeout
@@ -287,7 +287,7 @@ class Settings:
         return self.lease if self.outage_limit is None else self.outage_limit
 
     def current_page_token(self) -> str | None:
-        """The token, or what is now the first line of ``page_token_file``; None: neither is set.
+        """The token, or the present first line of ``page_token_file``; None: neither is set.
 
         Raises `UnreadableFileError`.
         """
@@ -295,7 +295,7 @@ class Settings:
 
     @property
     def sweep_after(self) -> float:
-        """Seconds from closing a run until its keys expire; at least a lease: all nodes see it."""
+        """Seconds from closing a run until its keys expire; at least a lease, so that all nodes see it."""
         return max(self.closed_ttl, self.lease)
 
 
@@ -321,7 +321,7 @@ class StoreOptions:
             )
 
     def secrets(self) -> tuple[str, ...]:
-        """The secrets as they are now: the first seals, all are accepted; empty: none is set.
+        """The present secrets: the first secret seals, and all are accepted; empty: none is set.
 
         Raises `UnreadableFileError`.
         """
@@ -371,7 +371,7 @@ class ServerOptions(StoreOptions):
         _refuse_both(self.password, "password_file", self.password_file)
 
     def current_password(self) -> str | None:
-        """The password, or what is now the first line of ``password_file``; None: neither is set.
+        """The password, or the present first line of ``password_file``; None: neither is set.
 
         Raises `UnreadableFileError`.
         """
@@ -379,13 +379,13 @@ class ServerOptions(StoreOptions):
 
 
 class OptionError(ValueError):
-    """Only other options, or another store, help: what a store's first requests have shown."""
+    """A store's first requests have shown that only other options, or another store, help."""
 
 
 class UnreadableFileError(ValueError):
     """A file of a secret or certificate is missing, empty or broken: a bad option at the start.
 
-    Later it is most likely being replaced: the next attempt reads it again.
+    Later the file is most likely being replaced, and the next attempt reads it again.
     """
 
 
@@ -395,7 +395,7 @@ def first_line(name: str, path: str) -> str:
 
 
 def given_or_in_file(given: str | None, name: str, path: str | None) -> str | None:
-    """A secret that is given, or else what is now the first line of its file; None: neither is.
+    """The given secret, or else the present first line of its file; None: neither is given.
 
     Raises `UnreadableFileError`.
     """

@@ -12,13 +12,13 @@ from rdzv_plugins.settings.endpoint import redact
 from rdzv_plugins.settings.environment import ENVIRONMENT_PREFIX
 from rdzv_plugins.settings.options import Settings
 
-# torch's launcher adds its time-out, a number, to every --rdzv-conf that has none, which torchrun
-# reads as text (LaunchConfig.__post_init__). Any other time-out is somebody's, for join_timeout.
+# torch's launcher adds this option, as a number, to a --rdzv-conf without it; options of users are
+# text (LaunchConfig.__post_init__). A time-out of a user is for join_timeout.
 TIMEOUT_OF_TORCH = "timeout"
 
 _ADDED_BY_TORCH = 900
 
-# Options of torch's own backends that jobs carry along, and why they have no effect here.
+# Options of torch's own backends that jobs may still set, and why they have no effect here.
 WITHOUT_EFFECT = {
     "is_host": "no node hosts the store",
     "store_type": "the store is the one that --rdzv-backend names",
@@ -48,7 +48,7 @@ def option_names(*classes: type) -> list[str]:
 
 
 def as_typed(backend: str, endpoint: str, config: Mapping[str, object], options: type) -> list[str]:
-    """The arguments with which a command reaches the same store, without secrets."""
+    """The arguments, without secrets, with which a command reaches the same store."""
     hidden = {it.name for it in fields(options) if it.metadata.get("secret")}
     names = (name for name in option_names(options) if name in config and name not in hidden)
     conf = ",".join(f"{name}={config[name]}" for name in names)
@@ -81,7 +81,7 @@ def parse_options(
 def refused_options(
     cls: type, config: Mapping[str, object], environ: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """All that `parse_options` would refuse: (option, why). Unknown options do not count."""
+    """All options that `parse_options` would refuse, as (option, why), except unknown options."""
     found, hints = [], get_type_hints(cls)
     for item in fields(cls):
         try:
@@ -92,13 +92,13 @@ def refused_options(
 
 
 def unknown_options(config: Mapping[str, object], known: Iterable[str]) -> list[tuple[str, str]]:
-    """The options in ``config`` that are none of ``known``, and what to say of each."""
+    """The options in ``config`` that are not in ``known``, each with a text about it."""
     names = [*known]
     return [(name, str(_unknown(name, names))) for name in _others(config, names)]
 
 
 def without_effect(config: Mapping[str, object], known: Iterable[str]) -> list[str]:
-    """A line for each option in ``config`` that only torch's own backends have a use for."""
+    """A line for each option in ``config`` that only torch's own backends use."""
     others = set(config) - {*known}
     return [
         f"option '{name}' of torch's own backends has no effect: {why}"
@@ -113,9 +113,9 @@ def idle_options(
     settings: Settings,
     nnodes: tuple[int, int] | None,
 ) -> list[str]:
-    """A line for each option of the handler that is set, while another one leaves it no effect.
+    """A line for each set option of the handler that another option makes ineffective.
 
-    ``nnodes``: the least and the most nodes, if they are known.
+    ``nnodes``: the least and the most nodes; None: unknown.
     """
     its, checked = settings, bool(settings.check_command or settings.check_names)
     reasons = [
@@ -142,7 +142,7 @@ def idle_options(
 def unknown_variables(
     environ: Mapping[str, str], known: Iterable[str]
 ) -> list[tuple[str, str | None]]:
-    """The set variables that look like options and are none, each with the nearest that is one."""
+    """The set variables that look like options but are not, each with the most similar option."""
     names = [ENVIRONMENT_PREFIX + name.upper() for name in known]
     found: list[tuple[str, str | None]] = []
     for variable in sorted(environ):
@@ -166,7 +166,7 @@ def _unknown(name: str, known: list[str]) -> ValueError:
 
 
 def cannot_import(who: str, package: str, error: ImportError) -> ValueError:
-    """The error for what needs a package that is missing; ``package``: what to install."""
+    """The error if ``who`` needs a missing package; ``package``: what to install."""
     return ValueError(
         f"{who} needs the package '{error.name}', which cannot be imported ({error}). "
         f'Install it with: pip install "{package}"'
@@ -174,7 +174,7 @@ def cannot_import(who: str, package: str, error: ImportError) -> ValueError:
 
 
 def alternatives(name: str, known: Collection[str]) -> str:
-    """Advice on a name that is none of ``known``: the nearest, and all."""
+    """Advice on a name that is not in ``known``: the most similar name, and all names."""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}there are: {', '.join(known)}"
@@ -208,7 +208,7 @@ def _given(
 
 
 def _has_timeout(config: Mapping[str, object]) -> bool:
-    """Whether somebody has set torch's time-out."""
+    """Whether a user has set torch's time-out."""
     value = config.get(TIMEOUT_OF_TORCH)
     return value is not None and not (isinstance(value, int) and value == _ADDED_BY_TORCH)
 

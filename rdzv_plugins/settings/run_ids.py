@@ -1,13 +1,13 @@
-"""Which run ids are possible, on every store; and for which of them torch makes no log folder."""
+"""Which run ids are possible on every store, and for which ids torch makes no log folder."""
 
 from __future__ import annotations
 
 import unicodedata
 
 RESERVED = "!"
-"""The ids of the records that this package keeps beside the runs begin so; see `archive`."""
+"""The first character of ids that are no runs: records that this package keeps; see `Archive`."""
 
-# Consul, with the id percent-encoded, and DynamoDB take no more in a key.
+# The longest id, percent-encoded, that Consul and DynamoDB take in a key.
 _MOST_BYTES = 512
 
 # torch makes a folder in its --log-dir: the id, "_" and eight characters. Linux takes 255 bytes.
@@ -34,7 +34,7 @@ def refuse_unless_possible(run_id: str) -> str:
 
 
 def is_possible(run_id: str) -> bool:
-    """Whether a run can have it; what stands in the list of runs may be anybody's."""
+    """Whether a run can have this id; another program may have written the list of runs."""
     try:
         return bool(refuse_unless_possible(run_id))
     except ValueError:

@@ -1,4 +1,4 @@
-"""A node's domain, its place in the network: as given, or as Slurm or NVML tells it.
+"""A node's domain, its place in the network: from the option, Slurm or NVML.
 
 A domain has one or more levels with "/" between them, the widest first: ``spine1/leaf3/rack7``.
 """
@@ -10,16 +10,16 @@ import uuid
 import warnings
 from collections.abc import Mapping
 
-# A leader of thousands of nodes reads the domain in each record, so it is short.
+# Short, because a leader of thousands of nodes reads the domain in each record.
 _LONGEST = 200
 
 _SLURM_ADDRESS, _SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
 
 
 def levels(domain: str) -> list[str]:
-    """The levels of the option ``domain``; empty ones, of a label that is not set, do not count.
+    """The levels of the option ``domain``, without empty levels of labels that are not set.
 
-    Raises `ValueError` if there are none, or for what nobody means.
+    Raises `ValueError` if there are none, or the option is malformed.
     """
     found = [level for level in domain.split("/") if level]
     if not found or len(domain) > _LONGEST:
@@ -27,7 +27,7 @@ def levels(domain: str) -> list[str]:
             f"option 'domain': '{domain[:_LONGEST]}' must have 1 to {_LONGEST} characters, as in "
             "rack7 or spine1/rack7"
         )
-    # Kubernetes leaves a reference as it is whose variable does not exist.
+    # Kubernetes does not replace a reference to a missing variable.
     if "$(" in domain or not domain.isprintable() or " " in domain:
         raise ValueError(
             f"option 'domain': {domain!r} must have neither spaces nor $(...); is a variable not "
@@ -47,24 +47,24 @@ def find_domain(given: str | None, environ: Mapping[str, str]) -> str | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> str | None:
-    """Of ``root.leaf3.node5`` the switches or blocks; the last part is the node itself.
+    """The switches or blocks in an address such as ``root.leaf3.node5``, without the node.
 
-    The pattern, ``switch.switch.node``, tells how many parts there are: the node's name may have
-    dots.
+    The pattern, such as ``switch.switch.node``, gives the number of parts, because the node's name
+    may have dots.
     """
     address, pattern = environ.get(_SLURM_ADDRESS, ""), environ.get(_SLURM_PATTERN, "")
     parts = address.split(".", pattern.count(".")) if pattern else address.split(".")
     try:
         return "/".join(levels("/".join(parts[:-1])))
     except ValueError:
-        return None  # Without a plugin for the topology, Slurm names the node only.
+        return None  # Without a topology plugin, Slurm names only the node.
 
 
 def _of_nvlink() -> str | None:
-    """The NVLink domain of this host's GPUs, and their clique; None where NVML tells none."""
+    """The NVLink domain of this host's GPUs, and their clique; None: NVML knows none."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # An older package of this name says that it is.
+            warnings.simplefilter("ignore")  # An older package of this name warns that it is deprecated.
             import pynvml
     except ImportError:
         return None
@@ -77,14 +77,14 @@ def _of_nvlink() -> str | None:
             info = pynvml.c_nvmlGpuFabricInfoV_t()
             device = pynvml.nvmlDeviceGetHandleByIndex(number)
             pynvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info))
-            # As bytes: older versions declare it as a string, which would end at a zero.
+            # Read bytes: older versions declare the field as a string, which would end at a zero.
             field = type(info).clusterUuid
             cluster = bytes(info)[field.offset : field.offset + field.size][:16]
             completed = info.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
             if completed and info.status == pynvml.NVML_SUCCESS and any(cluster):
                 return f"{uuid.UUID(bytes=cluster)}/{info.cliqueId}"
     except (pynvml.NVMLError, AttributeError):
-        pass  # A driver or a version of the package from before NVLink domains.
+        pass  # The driver or the package is older than NVLink domains.
     finally:
         pynvml.nvmlShutdown()
     return None

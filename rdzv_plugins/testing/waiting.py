@@ -18,7 +18,7 @@ WAKE = 0.1
 
 POLLED_WAKE = 5.0
 
-# How long a waiter may take to park, in units; if that is too short, the tests test less.
+# How many units a waiter may take to park; if that is too few, the tests test less.
 PARKING = 0.1
 
 Write = Callable[[KeyValueClient, Entry], object]

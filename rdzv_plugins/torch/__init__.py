@@ -1,6 +1,7 @@
-"""Torch's other parts on our stores: c10d stores, rendezvous backends, a handler of its own.
+"""Torch's other parts on our stores: c10d stores, rendezvous backends, torch's own handler.
 
-Importing it makes the errors of `rdzv_plugins.kv` torch's: torch and its users catch those.
+Importing this package makes the errors of `rdzv_plugins.kv` subclasses of torch's errors, which
+torch and its users catch.
 """
 
 from torch.distributed.elastic.rendezvous import api

@@ -1,14 +1,15 @@
 """The c10d store that torch's agents share in a round; it knows when the round is over.
 
-torch's agents use it twice: they exchange roles after the rendezvous, where each waits for a key of
-every other, and they meet in a barrier after their workers succeeded. If a key never comes, or the
-store refuses this node, an agent waits 300 s; in the exchange it then fails. Once the run has
-left the round, or this node takes itself for lost, this store answers the waiting reads itself. The
-agents reach their loops, find that they are to join again, and ask for the next round.
+torch's agents use it twice: they exchange roles after the rendezvous, where each agent waits for a
+key of every other agent, and they meet in a barrier after their workers succeeded. If a key never
+comes, or the store refuses this node, an agent waits 300 s; in the exchange it then fails. Once the
+run has left the round, or this node takes itself for lost, this store answers the waiting reads
+itself. The agents then reach their loops, find that they must join again, and ask for the next
+round.
 
 The exit barrier lasts as long as the round, whatever its time-out. The agent of rank 0 holds the
-TCPStore that the workers of the others use, and a long save or an uneven last epoch takes longer.
-Its time-out bounds an outage of the store instead.
+TCPStore that the other nodes' workers use, and a long save or an uneven last epoch takes longer.
+The barrier's time-out bounds an outage of the store instead.
 
 The names and shapes below are torch's own, of ``elastic/agent/server/api.py``, and not public;
 `tests/handlers/test_agent_store.py` runs torch's agent against them.
@@ -43,8 +44,8 @@ class AgentStore(KeyValueStore):
 
     Attributes:
         all_done: the workers of all agents of the round succeeded, as far as this agent knows.
-        made_up: this agent was given roles or ranks that nobody wrote, or the others miss its own:
-            it is to join again, whatever becomes of ``is_over``.
+        made_up: this agent got roles or ranks that no agent wrote, or other agents lack its own:
+            it must join again, even if ``is_over`` is False later.
     """
 
     # An interrupt that comes just before the client parks wakes nothing: look again after this.
@@ -77,7 +78,7 @@ class AgentStore(KeyValueStore):
             self._on_done()
             if self._over():
                 return 0  # No agent waits any more, and the run may be swept: write nothing.
-            # If the store does not count this, the leader closes the run once all records say done.
+            # If the store loses this count, the leader closes the run once all records say done.
             with suppress(DistError):
                 return super().add(key, value)
             return 0
@@ -113,7 +114,7 @@ class AgentStore(KeyValueStore):
 
     @contextmanager
     def _once_over_without_the_store(self) -> Iterator[None]:
-        """A request that fails is done with once nobody waits for what it writes or reads."""
+        """Ignore a request's failure once no agent waits for its key."""
         try:
             yield
         except RendezvousConnectionError as error:

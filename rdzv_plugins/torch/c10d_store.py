@@ -1,9 +1,11 @@
 """A ``torch.distributed.Store`` over a key-value client: what agents and trainers share.
 
-It behaves as c10d's TCPStore does, with four differences: what can be asked twice without harm is
-asked until the store's time-out while the server is away, a connection that breaks during `add` or
-a queue call raises instead of being counted twice, `delete_key`, `append` and the queue calls take
-two requests, and a queue is one value, which the store's limit bounds as a whole.
+It behaves like c10d's TCPStore, with four differences:
+
+- While the server is away, idempotent requests are repeated until the store's time-out.
+- A connection that breaks during `add` or a queue call raises, so that nothing is counted twice.
+- `delete_key`, `append` and the queue calls take two requests.
+- A queue is one value, so the store's size limit bounds the whole queue.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class KeyValueStore(Store):
         DistNetworkError: the store could not be reached; its cause is attached.
     """
 
-    # Seconds after which a read that waits looks again whether there is something to give.
+    # Seconds after which a waiting read looks again.
     _longest_wait = float("inf")
 
     def __init__(
@@ -78,12 +80,12 @@ class KeyValueStore(Store):
             return self._client.add(self._prefix + key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all the keys exist; a queue does while it is not empty."""
+        """Whether all the keys exist; a queue exists while it is not empty."""
         found = self._patiently(lambda: self._found(keys))
         return sum(map(_exists, found.values())) == len(set(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return as soon as all the keys exist; a queue does while it is not empty."""
+        """Return as soon as all the keys exist; a queue exists while it is not empty."""
         self._collect(keys, self._timeout() if timeout is None else timeout)
 
     def compare_set(
@@ -125,9 +127,9 @@ class KeyValueStore(Store):
         self._change(key, longer)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of the queue; each is given once, in the order of their pushes.
+        """Take the first value of the queue; each value is returned once, in push order.
 
-        Waits for one. If not ``block``, raises torch's ``QueueEmptyError`` at once instead.
+        Waits for a value. If not ``block``, raises torch's ``QueueEmptyError`` at once instead.
         """
         timeout = self._timeout()
         deadline = time.monotonic() + timeout.total_seconds()
@@ -150,7 +152,7 @@ class KeyValueStore(Store):
         return len(_queued(self._patiently(lambda: self._client.get(self._prefix + key))))
 
     def _wait(self, key: str, seen: Entry | None, seconds: float) -> Entry | None:
-        """The key's next entry; None: it has not changed, or somebody interrupted the client."""
+        """The key's next entry; None: it has not changed, or the client was interrupted."""
         version = seen.version if seen is not None else None
         return self._client.wait(self._prefix + key, version, seconds)
 
@@ -164,19 +166,19 @@ class KeyValueStore(Store):
     def list_keys(self) -> list[str]:
         with _c10d_errors():
             entries = self._client.list(self._prefix)
-            # A queue is no key for a TCPStore either.
+            # A TCPStore does not list queues as keys either.
             plain = (key for key, entry in entries.items() if not _is_queue(entry))
             return [key.removeprefix(self._prefix) for key in plain]
 
     def num_keys(self) -> int:
         return len(self.list_keys())
 
-    # c10d calls a Python store by these two names, unlike all the others.
+    # c10d calls these two methods of a Python store by their C++ names.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
     def has_extended_api(self) -> bool:
-        """Whether append, multi_get and multi_set are there."""
+        """Whether append, multi_get and multi_set are supported."""
         return True
 
     def clone(self) -> KeyValueStore:
@@ -196,7 +198,7 @@ class KeyValueStore(Store):
         return timeout
 
     def _change(self, key: str, change: Callable[[Entry | None], bytes | None]) -> Entry | None:
-        """Replace a value by what ``change`` makes of its entry; None: leave it.
+        """Replace a value by the result of ``change`` for its entry; None: leave the value.
 
         Returns the entry that was replaced or left. Raises `DistStoreError` once others have
         changed the key throughout the store's time-out.
@@ -252,7 +254,7 @@ class KeyValueStore(Store):
             entry = self._wait(missing[0], empty_queue, pause)
             if entry is not None and _exists(entry):
                 found[missing[0]] = entry
-            # An early None (somebody interrupted the client) is no answer yet.
+            # An early None means an interrupted client, and is no answer.
             return False
 
         while not self._patiently(look, deadline - time.monotonic()):
@@ -260,15 +262,15 @@ class KeyValueStore(Store):
         return found
 
     def _over(self) -> bool:
-        """Whether nobody will write the keys that are missing."""
+        """Whether no agent will write the missing keys."""
         return False
 
     def _stand_in(self, key: str) -> bytes:
-        """The value of such a key then; asked only of a store that is over."""
+        """A value for a missing key; called only once `_over` is true."""
         raise NotImplementedError
 
     def _patiently(self, request: Callable[[], T], seconds: float | None = None) -> T:
-        """Ask until the store answers: that it is away for a while ends no agent."""
+        """Repeat the request until the store answers, so that an outage ends no agent."""
         timeout = self._timeout().total_seconds() if seconds is None else seconds
         with _c10d_errors():
             return retry(request, timeout=timeout, retryable=store_is_away)
@@ -312,7 +314,7 @@ def _timed_out(timeout: timedelta, missing: Sequence[str]) -> str:
 
 @contextmanager
 def _c10d_errors() -> Iterator[None]:
-    """The contract's errors as those that torch's callers of a store expect."""
+    """Turn the contract's errors into the errors that torch's callers of a store expect."""
     try:
         yield
     except RendezvousConnectionError as error:

@@ -1,7 +1,7 @@
-"""torch's own dynamic handler over our stores, its two fatal faults mended.
+"""torch's own dynamic handler over our stores, with its two fatal faults mended.
 
-What stays as torch has it: polling once a second, wall clocks compared between hosts, one state
-that all nodes write, a store outage that ends the agent. ``handler=rdzv`` has none of these.
+It still polls once a second, compares wall clocks between hosts, lets all nodes write one state,
+and ends the agent at an outage of the store. ``handler=rdzv`` does none of this.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ TAKES_KEEP_ALIVE = (
 class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
     """torch's handler with a new MASTER_ADDR, MASTER_PORT and TCPStore server in each round.
 
-    torch keeps those of its first round: survivors of a lost rank 0 dial a dead host, and a node
-    that joins later meets a server whose keys the last round's workers have used. Where the run
-    ends, the agent of a spare ends with status 0; torch's fails with AttributeError.
+    torch keeps the first round's: survivors of a lost rank 0 dial a dead host, and a node that
+    joins later meets a server whose keys the last round's workers have used. When the run ends, the
+    agent of a spare ends with status 0; torch's handler fails with AttributeError.
     """
 
-    # Set by create_torch_handler: torch's constructor is called by its from_backend.
+    # Set by create_torch_handler, because torch's from_backend calls the constructor.
     _client: KeyValueClient
     _attendance: Attendance | None = None
     _closed_ttl: float
@@ -64,7 +64,7 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
         try:
             info = super().next_rendezvous()
         except RendezvousGracefulExitError:
-            # The run ended while this node was a spare. torch's launcher fails at its own error.
+            # The run ended while this node was a spare. torch's launcher fails at torch's own error.
             raise SystemExit(0) from None
         if not self._withholds:
             self._withholds = True
@@ -81,7 +81,7 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
         """Close the run, let its keys expire after ``closed_ttl``, and close the client."""
         try:
             closed = super().shutdown()
-            # The run is closed: that its id stays taken is not worth an error.
+            # The run is closed. If only its id stays taken, raise no error.
             with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
                 if closed:
                     self._client.expire(self._closed_ttl)
@@ -95,14 +95,14 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
                 self._attendance.close()
 
     def _delete_past_rounds(self) -> None:
-        # torch puts a round's keys under torch.rendezvous.<run id>.<round>/. The last round but
-        # one stays: a slow agent may be reading there still.
+        # torch puts a round's keys under torch.rendezvous.<run id>.<round>/. Keep the last two
+        # rounds, because a slow agent may still read there.
         prefix = f"{TORCH_STORE_PREFIX}torch.rendezvous.{self.get_run_id()}."
         with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
             rounds: dict[int, list[str]] = {}
             for key in self._client.list(prefix):
                 number = key.removeprefix(prefix).partition("/")[0]
-                if number.isdecimal() and len(number) < 19:  # Else it is no key of torch's.
+                if number.isdecimal() and len(number) < 19:  # Other keys are not torch's.
                     rounds.setdefault(int(number), []).append(key)
             for past in sorted(rounds)[:-2]:
                 self._client.delete_many(rounds[past])
@@ -143,7 +143,7 @@ def create_torch_handler(
 
 
 def check_settings(settings: Settings) -> None:
-    """Raises `ValueError` for options that are set and that torch's handler does not have."""
+    """Raise `ValueError` if an option is set that torch's handler does not have."""
     _refuse_ours(settings)
     _keep_alive(settings)
 

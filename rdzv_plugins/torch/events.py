@@ -1,6 +1,6 @@
 """torch's own channels: the events of a rendezvous, and the durations of the agent's metrics.
 
-What listens to torch's dynamic handler hears of this package's under the same names;
+A listener to torch's dynamic handler gets this package's events under the same names;
 ``docs/logs.md`` lists them. A listener that fails is logged, and harms no node.
 """
 
@@ -27,7 +27,7 @@ _local_ids = itertools.count()
 
 
 class Events:
-    """Records what the handler of one node does; ``label`` is what messages call the node."""
+    """Records what the handler of one node does; ``label`` names the node in messages."""
 
     def __init__(self, run_id: str, address: str, label: str) -> None:
         self._run_id, self._address, self._label = run_id, address, label
@@ -35,12 +35,12 @@ class Events:
 
     @contextmanager
     def of(self, method: str) -> Iterator[None]:
-        """Record the failure of the handler's method if it fails; put its outcome and duration."""
+        """Record the outcome and duration of the handler's method, and its failure."""
         began, outcome = time.monotonic(), "failure"
         try:
             yield
             outcome = "success"
-        # SystemExit ends a spare: torch's handler records its own error in that place.
+        # Also SystemExit, which ends a spare: torch's handler records its own error there.
         except (Exception, SystemExit) as error:
             self.failed(_CLASS + method, error)
             raise
@@ -55,7 +55,7 @@ class Events:
         self._did("next_rendezvous", what, NodeState.RUNNING, rank)
 
     def closed(self) -> None:
-        """Record that the run is closed, as this node has seen to."""
+        """Record that this node has closed the run."""
         self._did("_close", "has closed", NodeState.SUCCEEDED)
 
     def _did(self, method: str, what: str, state: NodeState, rank: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Opens rank 0's TCPStore, on the announced address alone where that is this host's own."""
+"""Opens rank 0's TCPStore, only on the announced address if that is this host's own."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from rdzv_plugins.kv import require_descriptors
 from rdzv_plugins.peers.addresses import ANY_PORT, is_own_ip, listen, loopback
 
 TAKES_SOCKETS = torch.__version__ >= "2.8"
-"""Whether this torch's TCPStore listens with a socket of ours; that of torch 2.7 does not."""
+"""Whether TCPStore can listen with a given socket; torch 2.7's cannot."""
 
-# The door's thread checks this often whether it is closed, because closing may not wake it.
+# The thread of `_Door` checks this often for the close, which may not wake it.
 _LOOK_SECONDS = 0.5
 
 
 def open_store(
     address: str, timeout: float, ports: Sequence[int] = ANY_PORT, name: str = "rdzv-door"
 ) -> TCPStore:
-    """A TCPStore on the first of these ports that is free.
+    """A TCPStore on the first free port of ``ports``; it serves, and is no client.
 
-    It listens at ``address`` only, if that is an IP address of this host and torch lets it, else on
-    all addresses. Its constructor dials the store, and looks up the name of what it dials first,
-    which takes 10 s where a DNS server does not answer. Hence it dials `loopback`, and what is
-    dialled there is handed on while the store is constructed. The store that is returned serves; it
-    is no client.
+    It listens only at ``address`` if that is an IP address of this host and torch allows it, else
+    on all addresses. TCPStore's constructor dials itself, and first looks up the name of the
+    address, which takes 10 s if a DNS server does not answer. Hence it dials `loopback`, and a
+    `_Door` forwards that connection.
 
     Args:
         timeout: seconds.
-        name: of the thread that hands on.
+        name: the name of the door's thread.
 
-    Raises OSError if no port is free or too few descriptors are, and what TCPStore raises.
+    Raises OSError if no port is free or there are too few descriptors, and TCPStore's errors.
     """
     # c10d's event loop aborts the process if it gets no descriptor.
     require_descriptors()
@@ -53,7 +52,7 @@ def open_store(
         try:
             door = _Door((host, port), (address, port), name)
         except OSError:
-            host = address  # Somebody else listens there.
+            host = address  # Another process listens there.
     try:
         return _construct(host, port, timeout, server.detach())
     finally:
@@ -73,7 +72,7 @@ def _construct(host: str, port: int, timeout: float, number: int | None = None) 
 
 
 class _Door:
-    """Hands the first connection that comes on to another address of this host."""
+    """Forwards its first connection to another address of this host."""
 
     def __init__(self, at: tuple[str, int], to: tuple[str, int], name: str) -> None:
         self._server = listen(at[0], [at[1]])
@@ -84,7 +83,7 @@ class _Door:
         self._thread.start()
 
     def close(self) -> None:
-        """End it, and its thread."""
+        """Close the sockets, and end the thread."""
         self._closed.set()
         for line in (self._server, *self._lines):
             with suppress(OSError):
@@ -94,7 +93,7 @@ class _Door:
     def _serve(self) -> None:
         with suppress(OSError), self._server:
             came, _ = self._server.accept()
-            # The store looks up who dials it: every /etc/hosts contains this one.
+            # TCPStore looks up the caller's name: every /etc/hosts contains this address.
             own = "::1" if ":" in self._to[0] else "127.0.0.1"
             with came, socket.create_connection(self._to, source_address=(own, 0)) as goes:
                 self._lines = [came, goes]

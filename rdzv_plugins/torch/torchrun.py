@@ -1,4 +1,4 @@
-"""The options that torchrun was given, where this process is torchrun or `rdzv run`."""
+"""torchrun's options, if this process is torchrun or `rdzv run`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 
 OURS = "rdzv run"
-"""The first of ``sys.argv`` in the process of `rdzv run`."""
+"""``sys.argv[0]`` in the process of `rdzv run`."""
 
 _MODULE = "torch.distributed.run"
 
@@ -26,7 +26,7 @@ _STATIC = {
 def max_restarts() -> int | None:
     """torchrun's ``--max-restarts``; None in any other process, also in that of ``rdzv run``.
 
-    torch hands it to the agent and not to the handler, so it is read from the command line again.
+    torch passes it to the agent but not to the handler, so parse the command line again.
     """
     arguments = _arguments()
     if arguments is None or sys.argv[0] == OURS:
@@ -35,21 +35,21 @@ def max_restarts() -> int | None:
 
 
 def agent_ends_first() -> bool:
-    """Whether torch's agent shuts the handler down before its launcher does: that of torch 2.6."""
+    """Whether torch's agent shuts the handler down before the launcher does, as in torch 2.6."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    # Private. Later agents have no such parameter, and leave the handler to their launcher.
+    # Private. Agents without this parameter leave the handler to their launcher.
     return "is_restart" in signature(LocalElasticAgent._shutdown).parameters
 
 
 def makes_log_folders() -> bool:
-    """Whether this torchrun makes a folder for logs that is named after the run, as by default."""
+    """Whether this torchrun makes a log folder named after the run, which is the default."""
     arguments = _arguments()
     return arguments is not None and arguments.log_dir != os.devnull
 
 
 def idle_arguments() -> list[str]:
-    """A line for each argument that has no effect: of torchrun's own rendezvous, or overridden."""
+    """A line for each argument without effect: of torchrun's own rendezvous, or overridden."""
     arguments = _arguments()
     if arguments is None:
         return []
@@ -75,7 +75,7 @@ _DIFFERS = (
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """The options of `rdzv run`: torchrun's, and its own."""
+    """The options of `rdzv run`: torchrun's options and its own."""
     from torch.distributed.argparse_util import check_env, env
     from torch.distributed.run import get_args_parser
 
@@ -104,11 +104,11 @@ def _arguments() -> Namespace | None:
     is_torchrun = Path(sys.argv[0]).name == "torchrun" or (spec and spec.name == _MODULE)
     if not is_torchrun and sys.argv[0] != OURS:
         return None
-    # This import loads the launcher, which only torchrun's own process has.
+    # Import late: only torchrun's own process has loaded the launcher.
     from torch.distributed.run import parse_args
 
     try:
         parsed: Namespace = (parse if sys.argv[0] == OURS else parse_args)(sys.argv[1:])
     except SystemExit:
-        return None  # A program of that name, with arguments of its own.
+        return None  # Another program of that name.
     return parsed

@@ -24,8 +24,7 @@ from rdzv_plugins.protocol.sizes import Sizes, world_size
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-# The share of the window that a host's first quarantine lasts; each further one lasts twice as
-# long.
+# A host's first quarantine lasts this share of the window; each further quarantine doubles.
 _FIRST_SHARE = 0.1
 _MOST_DOUBLINGS = 10
 
