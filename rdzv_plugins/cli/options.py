@@ -58,7 +58,7 @@ EndpointOption = Annotated[
 
 
 def possible(given: typer.Context, option: typer.CallbackParam, run_id: str) -> str:
-    """Refuse an id that no run can have; "" stands for none where none was given."""
+    """Refuse an id that no run can have, except the default "": no id was given."""
     from rdzv_plugins.settings.run_ids import refuse_unless_possible
 
     # Compare the class's name: some versions of typer bundle their own click.
@@ -315,7 +315,7 @@ def parse_conf(conf: str) -> dict[str, str]:
 
 
 def no_run(client: KeyValueClient, run_id: str) -> ValueError:
-    """The error where no run of this package's handler stands under the id."""
+    """The error if this package's handler has no run with this id."""
     from rdzv_plugins.kv.sealed import why_unreadable
     from rdzv_plugins.observe.inspection import NOTHING_STORED, is_torchs
     from rdzv_plugins.protocol.documents import STATE_KEY

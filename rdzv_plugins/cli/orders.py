@@ -44,7 +44,7 @@ _LONGEST_REASON = 200
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST = 365 * _UNITS["d"]
 
-# A node's own record wakes nobody who waits for the document.
+# Look this often, because a node's record does not wake a command that waits for the document.
 _LOOK_SECONDS = 0.5
 
 NodesArgument = Annotated[
@@ -480,7 +480,7 @@ def _to_come(given: Given, seen: Inspection) -> str:
         )
     if given.ids and not _are_in_it(given.ids, seen):
         return f"round {document.round} is not ended for that"
-    # While a round forms nobody is in it.
+    # A forming round has size 0.
     number = document.round + (document.size > 0)
     return f"round {number} forms with {_count(given.size)}"
 

@@ -386,7 +386,7 @@ def clean(
 def _delete(
     client: KeyValueClient, archive: Archive, run_id: str, *, ended: bool, as_json: bool
 ) -> None:
-    """Delete a run's keys; ``ended``: nobody lives in it."""
+    """Delete a run's keys; ``ended``: none of its nodes lives."""
     from rdzv_plugins.observe.inspection import delete_run
 
     keys = delete_run(client)

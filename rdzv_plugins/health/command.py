@@ -59,7 +59,7 @@ class CommandCheck:
         with process:  # Closes the pipe and, in the end, waits for the process.
             output = _read(process, given_up)
             if process.returncode is None:
-                # Kill its children too. The process is not reaped yet, so no other process has its pid.
+                # Kill its children too. No other process has the pid, which is not reaped yet.
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
         if process.returncode == 0:

@@ -200,7 +200,7 @@ class Wake:
     def __init__(self) -> None:
         # A pipe, because at most socket calls the threads of a process contend for the interpreter.
         self.fd, self._ringer = os.pipe()
-        # Keeps `ring` from writing after `close`, when another file may have the descriptor's number.
+        # Without a lock `ring` could write to another file that got the number of a closed one.
         self._lock = threading.Lock()
         os.set_blocking(self.fd, False)
         os.set_blocking(self._ringer, False)

@@ -123,7 +123,7 @@ class Attempts:
         return max(0.0, self._due - self._clock()) if self.failures else 0.0
 
     def fail(self) -> bool:
-        """Note a failed attempt; returns whether it is the first since a success, which is logged."""
+        """Note a failed attempt; returns whether it is the first since a success, to log it."""
         self._due = self._clock() + min(_FIRST_PAUSE * 2.0**self.failures, self._longest)
         self.failures = min(self.failures + 1, 16)
         return self.failures == 1

@@ -139,7 +139,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     block_on_close = False
 
     def __init__(self, *arguments: Any) -> None:
-        # The clients that are served, the oldest first, and until when.
+        # The present clients, the oldest first, each with its deadline.
         self._clients: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
         super().__init__(*arguments)

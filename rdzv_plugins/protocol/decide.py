@@ -461,7 +461,7 @@ def _successor_pause(view: View, document: RoundDocument) -> float:
     turn = _spread(view, document)
     if rank is not None:
         before = (document.participants or document.previous)[:rank]
-        # If the roster stands in shards, this node knows only its own rank.
+        # If the roster is in shards, this node knows only its own rank.
         rank -= len({document.leader, *document.lost}.intersection(before))
         turn = min(turn, _TURN_SECONDS * rank)
     # A node that could not lead before waits for all others.

@@ -234,7 +234,7 @@ class RecordHistory(Effect[None], frozen=True):
 
 
 class Register(Effect[None], frozen=True):
-    """Add a new run to the list of runs, for people; nobody waits for it."""
+    """Add a new run to the list of runs, for people; no node waits for this."""
 
     record: RoundRecord
 

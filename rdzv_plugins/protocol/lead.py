@@ -1,4 +1,4 @@
-"""What a leader does beside its decisions, when nobody waits for it."""
+"""A leader's work beside its decisions, done when no node waits for the leader."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Lead:
         if document.excluded:
             self._carried = ()  # The document has the exclusions now.
         if before is None or before.leader != self._own.id:
-            # A store that forgot lost the deadline too: renew it once nobody waits for this round.
+            # A store that forgot lost the deadline too: renew it once no node waits for this round.
             self._expires, self._expiry_due = False, self._clock() + self._rules.interval
         elif document.phase is Phase.RUNNING and not self._expires:
             self._expiry_due = self._clock()
@@ -154,7 +154,7 @@ class Lead:
         document = self._seen.document
         assert document is not None
         if self._clock() >= self._expiry_due:
-            # If nobody leads the run any more, its keys expire.
+            # Without a leader that renews this deadline, the run's keys expire.
             yield from Expire(self._rules.abandoned)
             self._expires = True
             self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS

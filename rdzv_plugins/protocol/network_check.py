@@ -124,7 +124,7 @@ class NetworkCheck:
         partner, self._partner = partner_in(ranks, self._me, document.round), None
         if partner is not None:
             _, record = yield from self._read_record(partner)
-            # A node that has not set the option answers nobody.
+            # A node without the option network_check answers no exchange.
             if record is not None and record.port:
                 self._partner = partner, record
         others = (node for node, rank in ranks.items() if rank == 0 and node != self._me)

@@ -596,7 +596,7 @@ class Node:
         # If the last call begins, decide again at once, because it may last 0 seconds.
 
     def _pause(self, seconds: float | None) -> Effects[None]:
-        """Wait for a change, the next beat or ``seconds``; but first do what nobody waits for."""
+        """Wait for a change, the next beat or ``seconds``; first do the work that can wait."""
         if self.ordered or self._master.is_reported:
             return  # The driver's wake-up may have come before this wait began.
         neighbours = self.neighbours

@@ -18,7 +18,7 @@ class Away(NamedTuple):
 
 
 class Outages:
-    """When the store answered.
+    """Notes when the store answered, to recognise outages.
 
     The cause of an outage makes no difference: requests failed, the store's client repeated one,
     or this process stood still.

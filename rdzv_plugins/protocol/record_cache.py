@@ -118,7 +118,7 @@ class Unbelieved:
                 self._lines.append(why + (f"; it is that of '{plain(node, 40)}'" if node else ""))
 
     def take(self) -> list[str]:
-        """The lines that nobody has taken yet."""
+        """The lines since the last call."""
         lines, self._lines = self._lines, []
         return lines
 

@@ -85,7 +85,7 @@ def caught_up(at: Situation) -> RoundDocument | None:
 
 
 def _may_run(document: RoundDocument, record: NodeRecord) -> bool:
-    """Whether the node may run in a round that nobody has ended.
+    """Whether the node may run in a round that no node has ended.
 
     A node of an earlier round than the last does not: the last round formed without it.
     """
@@ -106,7 +106,7 @@ def evicting(at: Situation, gone: Iterable[str]) -> RoundDocument:
 
 
 def leaving_out(at: Situation, out: Collection[str]) -> RoundDocument:
-    """The forming round without nodes that are kept out; nobody waits for them to stop."""
+    """The forming round without nodes that are kept out; it does not wait for them to stop."""
     document, records = at.document, at.records
     return replace(
         document,

@@ -70,7 +70,7 @@ class Writer:
                 # Write the shards first, because readers of the document must find them.
                 yield from PutShards(values)
         if seen.outages.count != outages:
-            return False  # Decide again: nobody is lost by what was seen before an outage.
+            return False  # Decide again: silence before an outage proves nothing.
         latest = seen.latest
         if latest is None or not document.is_of(latest) or document.place > latest.place:
             document = replace(document, since=int(self._own.wall()))

@@ -295,7 +295,7 @@ class Settings:
 
     @property
     def sweep_after(self) -> float:
-        """Seconds from closing a run until its keys expire; at least a lease, so that all nodes see it."""
+        """Seconds until a closed run's keys expire; at least a lease, so that all nodes see it."""
         return max(self.closed_ttl, self.lease)
 
 

@@ -64,7 +64,7 @@ def _of_nvlink() -> str | None:
     """The NVLink domain of this host's GPUs, and their clique; None: NVML knows none."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # An older package of this name warns that it is deprecated.
+            warnings.simplefilter("ignore")  # An old package of this name warns of its end.
             import pynvml
     except ImportError:
         return None

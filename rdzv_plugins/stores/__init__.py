@@ -103,7 +103,7 @@ def is_store(name: str) -> bool:
 
 
 def _registered(name: str) -> str | None:
-    """The argument of `load` for it; other packages register by `entry_points.handler_factory`."""
+    """The argument of `load`; other packages register theirs by `entry_points.handler_factory`."""
     if name in STORES:
         return name
     for point in entry_points(group="torchrun.handlers", name=name):
@@ -116,9 +116,9 @@ def _registered(name: str) -> str | None:
 def strange_variables(
     environ: Mapping[str, str], known: Iterable[str], backend: str
 ) -> Iterator[tuple[str, str]]:
-    """A line for each RDZV_PLUGINS_* that is none of the ``known`` options, and what to do.
+    """A line and advice for each RDZV_PLUGINS_* variable that is no option in ``known``.
 
-    There is nothing to do about an option of another store: hosts may set it for all jobs.
+    There is no advice for an option of another store, because hosts may set it for all jobs.
     """
     for variable, nearest in unknown_variables(environ, known):
         if other := _store_with(variable):
@@ -155,7 +155,7 @@ def open_client(
         run_id: as in ``--rdzv-id``.
         config: as in ``--rdzv-conf``, the store's own options only.
         request_timeout: seconds that one request may take, its retries included.
-        job: the run's id, where ``run_id`` is of what is kept beside that run.
+        job: the run's id, if ``run_id`` names records that are kept beside that run.
 
     Raises:
         ValueError: an unknown backend, a bad endpoint or option, or a missing client package.
@@ -191,10 +191,11 @@ def opener(
 def attend(
     client: type[KeyValueClient], params: RendezvousParameters, settings: Settings
 ) -> Attendance | None:
-    """The work of a node for a store that the nodes keep up; None: a server is there.
+    """The node's part in a store that nodes run; None: the store has servers.
 
     Raises:
-        ValueError: a bad endpoint or option, a missing package, or no address as the settings say.
+        ValueError: a bad endpoint or option, a missing package, or no address that fits the
+            settings.
         OSError: this host can open no socket.
     """
     options = parse_options(client.options, _own_options(params), environment())
@@ -219,12 +220,11 @@ def open_run(
     job: str | None = None,
     patience: float = Settings().lease,
 ) -> KeyValueClient:
-    """As `open_client`, with the client class instead of its name, and its options parsed.
+    """Like `open_client`, but takes the client's class and parsed options.
 
-    ``job`` is the run's id where ``run_id`` is of what is kept beside that run. Where a secret is
-    set, it is a `SealedClient`, which has ``patience``.
+    If a secret is set, returns a `SealedClient` with ``patience``.
 
-    A file that cannot be read is an outage to whoever has reached the store with it before.
+    An unreadable file counts as an outage if this process has reached the store with it before.
     """
     options = client.of_run(options, job or run_id)
     connect: Any = client
@@ -239,7 +239,7 @@ def open_run(
             )
     except Exception as error:
         if not isinstance(error, RendezvousError) and (missing := exhausted(error)) is not None:
-            # Some of a client is made before its first request, such as threads.
+            # A client makes threads and other parts before its first request.
             where = f"{client.name} at '{redact(endpoint)}'"
             raise ExhaustedError(f"{where} could not be asked: {missing}") from None
         if not isinstance(error, ValueError):

@@ -1,4 +1,4 @@
-"""What the stores of AWS share: the files of its configuration, and credentials that will end."""
+"""Shared by AWS's stores: the files of AWS's configuration, and credentials that will end."""
 
 from __future__ import annotations
 

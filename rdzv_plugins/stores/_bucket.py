@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# A store tells the whole second in which an object was written.
+# Stores give an object's time of writing in whole seconds.
 _WHOLE_SECONDS = 1.0
 
 # A path has at most 1,024 bytes, and a name in it 255 if the store keeps each object in a file.
@@ -67,31 +67,31 @@ _AT_ONCE = 16
 # time-out.
 _LONGEST_ATTEMPT = "5s"
 
-# The most expired runs that one `expire` removes, and for how long they must have been so.
+# The most expired runs that one `expire` removes, and seconds since their expiry at least.
 _SWEEP, _SWEEP_AFTER = 20, 60.0
 
-# obstore's errors, by name: it is imported when a client is made, not for the options.
+# obstore's errors, by name, because only a new client imports obstore.
 _ABSENT = {"NotFoundError", "FileNotFoundError"}
 _HELD = {"AlreadyExistsError", "FileExistsError", "PreconditionError"}
 _DENIED = {"UnauthenticatedError", "PermissionDeniedError", "PermissionError"}
 
 _MARK_NAME = "mark"
-# Objects that prove that the store heeds conditions; no run has such a name.
+# The folder of objects with which `_prove` tests conditional writes; no run has this name.
 _PROOF = "~conditions"
-# This many writers race, and one may win. SeaweedFS makes writers that meet wait for a second.
+# This many writers race, and only one may win. SeaweedFS delays concurrent writers by 1 s.
 _WRITERS = 2
 _NO_TAG = '"00000000000000000000000000000000"'
 
 # Clocks that differ by fewer seconds are not reported: a request may have taken as long.
 _CLOCKS_DIFFER = 5.0
 _CLOCK_ADVICE = "have NTP set it: services refuse what is signed 15 minutes off"
-# By store whose conditional writes were proven: its clock in Unix seconds, less this host's
-# monotonic clock. The difference is too small by a second and the time of one request at most.
+# By store with tested conditional writes: its clock in Unix seconds, minus this host's monotonic
+# clock. The difference is too small by at most a second and the time of one request.
 _clocks: dict[str, float] = {}
 
-# Errors' meanings, by a pattern of the class and the text: the first that matches counts.
+# The meanings of errors, by a pattern of the class and the text; the first match counts.
 _PROBLEMS = {
-    # AWS tells of an expired token with the status 400.
+    # AWS reports an expired token with the status 400.
     rf"^({'|'.join(_DENIED)}): |\b(ExpiredToken|InvalidToken|TokenRefreshRequired)\b": Problem(
         "refused the credentials ({said}){clock}; they must allow to get, put, delete and list "
         "objects under '{above}/', and so must policies and network rules",
@@ -103,7 +103,7 @@ _PROBLEMS = {
         "again",
         retryable=True,
     ),
-    # A store that knows no conditional write, and says so.
+    # A store that rejects conditional writes.
     "^NotSupportedError: |: .*(NotImplemented|A header you provided implies)": Problem(
         "knows no conditional writes ({said}); take another store", state=True
     ),
@@ -117,7 +117,7 @@ _PROBLEMS = {
 # The server's time in an error of S3 or Azure.
 _SERVER_TIME = re.compile(r"(?:<ServerTime>|\bTime:)(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
-# What obstore says in its "Debug source" only.
+# obstore says this only in its "Debug source".
 _UNTRUSTED = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _SPEAKS_NO_TLS = "InvalidMessage("
 _CAUSE = re.compile(r'\b(?:error|message): "([^"\n]{1,100})"')
@@ -128,15 +128,14 @@ _UNLISTABLE = re.compile("object with invalid path")
 # obstore's threads release Python objects shortly after an answer.
 # Without this pause at exit, 1 to 5 of 100 processes died of SIGABRT.
 _REST_SECONDS = 0.1
-# No new request begins during the exit. A store that does not answer delays the exit by this much
-# at most.
+# During the exit no request begins. A store that does not answer delays the exit by at most this.
 _LONGEST_END = 1.0
 _URL = re.compile(r"https?://[^/\s@?#][^\s@?#]*")
 _LONG_URL = re.compile(r"(https?://\S{80})\S+")
 
 
 class _Guard(NamedTuple):
-    """The ETag of an object, and when it was written, by the store."""
+    """The ETag of an object, and when the store wrote it."""
 
     tag: str
     written: float
@@ -147,7 +146,7 @@ class UnlistableError(Exception):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Passes over late answers to what was given up: obstore printed a traceback of each."""
+    """Ignores late answers to given-up requests, for which obstore would print a traceback."""
 
     def call_soon_threadsafe(
         self,
@@ -164,16 +163,16 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class _Requests:
-    """The requests of all clients. A process ends when none is under way: threads may ask then."""
+    """Counts the running requests of all clients: the process exits only after they have ended."""
 
     def __init__(self) -> None:
-        # Obstore's threads run in the process that asked first, and in none that is forked from it.
+        # obstore's threads run in the process of the first request, but not in its forked children.
         self.process: int | None = None
         self._number, self._over = 0, False
         self._changed = threading.Condition()
 
     def begin(self) -> bool:
-        """False: the process is ending."""
+        """Count a request; False: the process is ending."""
         with self._changed:
             if self.process is None:
                 self.process = os.getpid()
@@ -232,7 +231,7 @@ class BucketClient(EpochClient):
         self.longest_poll = options.poll_interval_max
         *prefix, run = segments(namespace, options.prefix)
         self._above = "/".join(filter(None, (*folder.split("/"), *prefix)))
-        # Nobody reads a run's id from its folder.
+        # Shorten a long id; no code reads a run's id from its folder.
         short = f"{run[:_LONGEST_NAME]}+{hashlib.sha256(run.encode()).hexdigest()[:32]}"
         self._run = f"{self._above}/{run if len(run) <= _LONGEST_NAME else short}"
         self._is_plain = (url or "").startswith("http://")
@@ -241,7 +240,7 @@ class BucketClient(EpochClient):
                 "timeout": _LONGEST_ATTEMPT, "connect_timeout": _LONGEST_ATTEMPT,
                 "allow_http": self._is_plain,
             },
-            # The base class repeats what failed.
+            # The base class retries requests.
             "retry_config": {"max_retries": 0},
         }  # fmt: skip
         try:
@@ -259,17 +258,17 @@ class BucketClient(EpochClient):
 
     @abstractmethod
     def _make_store(self, bucket: str, options: Any, more: dict[str, Any]) -> Any:
-        """obstore's; raises `ValueError`."""
+        """obstore's store; raises `ValueError`."""
 
     @classmethod
     def _url(cls, options: Any) -> str | None:
-        """Where the service is; None: where its own cloud has it."""
+        """The service's URL; None: the cloud's own."""
         url: str | None = options.url
         return url
 
     @classmethod
     def locate(cls, endpoint: str) -> Place:
-        return Place()  # A bucket's name is no host's.
+        return Place()  # A bucket's name is not a host.
 
     @classmethod
     def _parse(cls, endpoint: str) -> tuple[str, str]:
@@ -303,10 +302,10 @@ class BucketClient(EpochClient):
         try:
             found = self._ask(limit, everything)
         except UnlistableError:
-            # Another program has written there what nobody can delete: the run begins anew.
+            # Another program has written objects that obstore cannot delete: begin another epoch.
             self._begin_epoch(self._present(limit, fresh=True), limit)
             return {}
-        # Only of what is there still: a run lasts, and its nodes come and go.
+        # Forget deleted objects, because in a long run many nodes come and go.
         others = {p: it for p, it in [*self._held.items()] if not p.startswith(f"{where}/")}
         self._held = others | found
         read = {_path(name[len(self._run) + 1 :]): it for name, it in found.items()}
@@ -331,7 +330,7 @@ class BucketClient(EpochClient):
         return self._clear(self._name(epoch), limit)
 
     def _server_time(self) -> float:
-        """Never later than the store's clock."""
+        """The store's time; never later than its clock."""
         return _clocks[self.where] + time.monotonic()
 
     def _age(self, epoch: Epoch, mark: Stored, limit: Limit) -> float:
@@ -395,16 +394,16 @@ class BucketClient(EpochClient):
         return f"{self._run}/{_MARK_NAME if path == MARK else _encoded(path)}"
 
     def _prove(self, limit: Limit) -> None:
-        """Find out, once in this process, whether the store heeds conditions, and its time.
+        """Test once in this process whether the store's conditional writes work; learn its time.
 
-        Raise `OptionError` where it does not: of two writers at once it lets both win.
+        Raises `OptionError` if the store lets two concurrent writers win.
         """
         if self.where in _clocks:
             return
         path = "/".join(filter(None, (self._above, _PROOF, secrets.token_hex(8))))
-        # Nobody may win this; and with it each has a connection, so that the next ones are at once.
+        # No writer may win this race. It also opens the connections, so that the next writers meet.
         self._race(path, _NO_TAG, 0, "If-Match", limit)
-        # Four requests more, to a store that answers.
+        # Extend the limit for four more requests, because the store answers.
         limit = Limit(limit.deadline + 4 * self.timeout, limit.wake)
         (won,) = self._race(path, None, 1, "If-None-Match", limit)
         self._race(path, won, 1, "If-Match", limit)
@@ -422,7 +421,7 @@ class BucketClient(EpochClient):
     def _race(
         self, path: str, tag: str | None, winners: int, header: str, limit: Limit
     ) -> list[str]:
-        """The ETag of the one of two writers at once who won, if there is to be one."""
+        """Let `_WRITERS` writers race; returns the winners' ETags, which must be ``winners``."""
 
         async def at_once() -> list[str | None]:
             writes = (self._write(path, stamped(b""), tag) for _ in range(_WRITERS))
@@ -446,7 +445,7 @@ class BucketClient(EpochClient):
         return time.time() - self._server_time()
 
     async def _write(self, path: str, data: bytes, tag: str | None) -> str | None:
-        """Write if the object has this ETag (None: is not there); None: it has not."""
+        """Write if the object has the ETag ``tag`` (None: is absent); None: it has another one."""
         mode: Any = "create" if tag is None else {"e_tag": tag}
         try:
             written = await self._api.put_async(
@@ -462,7 +461,7 @@ class BucketClient(EpochClient):
     async def _get(self, path: str) -> Stored | None:
         try:
             answer = await self._api.get_async(self._store, path)
-            # Nobody of ours has written more: it counts as absent.
+            # This package has not written a larger value, so it counts as absent.
             fits = answer.meta["size"] <= self.capabilities.max_value_bytes + STAMP_BYTES
             data = bytes(await answer.bytes_async()) if fits else b""
             written = answer.meta["last_modified"].timestamp()
@@ -483,19 +482,19 @@ class BucketClient(EpochClient):
         return {path: it for path, it in read if it is not None}
 
     async def _list(self, folder: str) -> list[tuple[str, str]]:
-        """(path, ETag) of each object below."""
+        """(path, ETag) of each object in ``folder``."""
         found: list[tuple[str, str]] = []
         async for page in self._api.list(self._store, prefix=folder, chunk_size=1000):
             found += [(str(it["path"]), str(it["e_tag"])) for it in page]
         return found
 
     def _clear(self, folder: str, limit: Limit) -> bool:
-        """Delete all that is there; False: obstore can neither list nor name some of it."""
+        """Delete all objects in ``folder``; False: obstore cannot list or name some of them."""
         try:
             listed = self._ask(limit, lambda: self._list(folder))
         except UnlistableError:
             return False
-        # Its mark last: without that what is left would count again.
+        # Delete the mark last: without the mark the remaining keys would count again.
         paths = sorted((path for path, _ in listed), key=lambda it: it.endswith(f"/{_MARK_NAME}"))
         self._remove(paths, limit)
         return True
@@ -512,7 +511,7 @@ class BucketClient(EpochClient):
                 raise
 
     def _ask(self, limit: Limit, request: Callable[[], Awaitable[T]]) -> T:
-        """Within the limit; raises `WokenError` as soon as its wake rings."""
+        """Make a request within the limit; raises `WokenError` as soon as its wake rings."""
         if _requests.process not in (None, os.getpid()):
             raise RendezvousStateError(
                 f"{self.where} cannot be asked in a process that was forked from one that has "
@@ -523,7 +522,7 @@ class BucketClient(EpochClient):
         if not _requests.begin():
             raise ClientClosedError(self.where) if wake is None else WokenError
         try:
-            # A loop that is kept would save 0.1 ms of the 0.8 ms of processor time of a request.
+            # A new loop costs only 0.1 of the 0.8 ms of CPU time of a request.
             with closing(_Loop()) as loop:
 
                 async def bounded() -> T:

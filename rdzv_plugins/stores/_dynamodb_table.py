@@ -1,4 +1,4 @@
-"""The table: its options, boto3 client and creation, the server's clock, meaning of errors."""
+"""The table: options, boto3 client, creation, the server's clock, and the meaning of errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _REFUSED = (
     "refused the credentials ({said}){clock}; check them with 'aws sts get-caller-identity'; they "
     "must allow {actions}"
 )
-# Errors' meanings, by a pattern of code and HTTP status: the first that matches counts.
+# The meanings of errors, by a pattern of code and HTTP status; the first match counts.
 _PROBLEMS = {
     "^Unconfigured ": Problem(_REFUSED),
     rf"^({_DENIED.pattern}) ": Problem(_REFUSED, denied=True),
@@ -108,8 +108,7 @@ _REFUSALS = {
 }
 _UNTRUSTED = re.compile("CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER")
 _UNCONFIGURED = (NoRegionError, PartialCredentialsError, ProfileNotFound)
-# While a host boots, an agent may start before the service that has the credentials of the host's
-# role.
+# While a host boots, an agent may start before the service with the host role's credentials.
 _LATE = (NoCredentialsError, CredentialRetrievalError)
 
 
@@ -147,7 +146,7 @@ class Table:
         self._probe: dict[str, Any] = {}
         # The server's clock minus the monotonic clock, in seconds.
         self._ahead = -math.inf
-        # botocore renews credentials that say when they end, but keeps the keys of a file for ever.
+        # botocore renews credentials with an end, but never reads the keys in a file again.
         connect = partial(_connect, endpoint, options, request_timeout)
         try:
             self._boto = FromFiles(connect, *files_of_aws())
@@ -162,12 +161,12 @@ class Table:
 
     @property
     def url(self) -> str:
-        """Where requests are sent."""
+        """The URL of the service."""
         return str(self._boto.get().meta.endpoint_url)
 
     def now(self) -> float:
         """The server's time, in seconds since 1970."""
-        # From the answers' Date: no node's wall clock decides when an item has expired.
+        # From the Date of answers, so that no node's wall clock decides when an item has expired.
         if self._ahead == -math.inf:
             self._ahead = time.time() - time.monotonic()
         return time.monotonic() + self._ahead
@@ -269,7 +268,7 @@ class Table:
 
 
 def problem_of(error: Exception, timeout: float) -> Problem | None:
-    """As `StoreClient._problem`, for requests that may take ``timeout`` seconds."""
+    """See `StoreClient._problem`; requests may take ``timeout`` seconds."""
     said = _said(error)
     code = code_of(error) or type(error).__name__
     if isinstance(error, _UNCONFIGURED + _LATE):
@@ -300,7 +299,7 @@ def problem_of(error: Exception, timeout: float) -> Problem | None:
             undone=isinstance(error, EndpointConnectionError | ConnectTimeoutError),
         )
     if code.isdecimal():
-        # A status instead of a code: another server's answer.
+        # A status instead of a code is another server's answer.
         return Problem(f"does not answer as DynamoDB does ({said}); is it another server's port?")
     if isinstance(error, ClientError | BotoCoreError):
         return find_problem(_REFUSALS, said, said=said, actions=_ACTIONS)
@@ -313,7 +312,7 @@ def code_of(error: object) -> str:
 
 
 def _date_of(answer: Mapping[str, Any]) -> float | None:
-    """When the server answered, in seconds since 1970, on its clock."""
+    """The server's time of its answer, in seconds since 1970."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         date = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
         return date.timestamp()
@@ -377,7 +376,7 @@ def _connect(endpoint: str, options: Options, request_timeout: float) -> Any:
         client = session.client("dynamodb", endpoint_url=url, config=config)
     except (*_UNCONFIGURED, ConfigParseError) as error:
         raise UnreadableFileError(_advice(error)) from error
-    # Private: botocore bounds each read alone, and neither all of an answer nor its length.
+    # Private. botocore limits the time of each read, but not an answer's whole time or length.
     pools = client._endpoint.http_session._pool_classes_by_scheme
     for scheme, pool in pools.items():
         bounded = type("Connection", (pool.ConnectionCls,), {"response_class": BoundedResponse})

@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class FromFiles(Generic[T]):
-    """A value that is made of files, and made anew once one of them has changed.
+    """A value that is made from files, and made again once a file has changed.
 
-    Asking costs 2 us a file. The files need not be replaced all at once: what ``make``
-    raises meanwhile is passed on, and the next call tries again.
+    `get` costs 2 us for each file. The files need not be replaced all at once: `get` raises what
+    ``make`` raises, and the next call tries again.
 
     Args:
         make: reads the files; called at once.
@@ -26,10 +26,10 @@ class FromFiles(Generic[T]):
         self._made = self._states(), make()
 
     def get(self) -> T:
-        """The value as of now."""
+        """The present value."""
         states, (known, value) = self._states(), self._made
         if states != known:
-            # Taken before: what changes while it is read is read again.
+            # `states` is from before the read: a file that changes during the read is read again.
             value = self._make()
             self._made = states, value
         return value
@@ -43,5 +43,5 @@ def _state(file: str | os.PathLike[str]) -> tuple[int, ...] | None:
         found = os.stat(file)
     except OSError:
         return None
-    # A link may lead to another file, of the same size and age.
+    # The inode too: a link may now lead to another file of the same size and age.
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

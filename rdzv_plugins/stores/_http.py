@@ -2,8 +2,8 @@
 
 Python's own ``http.client`` writes the requests and parses the answers. Its socket is replaced by
 one that never blocks: connecting, the TLS handshake, sending and receiving all end at the deadline
-of the request and, in a `wait`, as soon as the wait is woken, however much the server sends. What
-is read of an answer is bounded, its headers and interim answers included.
+of the request and, in a `wait`, as soon as the wait is woken, however much the server sends. An
+answer's size is limited, including headers and interim answers.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}(?=$|[;\s])")
 # The most idle connections: a node seldom has more requests at once.
 _KEPT = 8
 
-# A node waits for one key, and sometimes for another.
+# The most late connections: a node waits for one key, and sometimes for a second key.
 _MOST_LATE = 2
 
-# Bytes of an answer. A listing of 10,000 nodes has 15 MB, at Kubernetes.
+# The most bytes of an answer. A listing of 10,000 nodes has 15 MB on Kubernetes.
 _MOST = 1 << 26
-# The largest line of an answer that goes on, and so the largest object.
+# The most bytes of a line in a stream, and thus of an object.
 _MOST_OF_A_LINE = 1 << 24
-# A body is read in such pieces: http.client makes room for a piece before anything has come.
+# Bodies are read in pieces of this size, for which http.client allocates memory in advance.
 _PIECE = 1 << 20
 
 # Errors of a TLS connection that was cut; after ssl's other errors every handshake fails.
@@ -97,30 +97,30 @@ class Http:
         self._lock = threading.Lock()
         self._server = 0
         self._idle: list[_Connection] = []
-        # Connections whose waiter has gone while the server still holds the answer back.
+        # Connections on which the server still holds an answer for a waiter that is gone.
         self._late: list[_Connection] = []
         self._closed = False
 
     def ask(self, request: Request, limit: Limit, held: float = 0.0) -> Answer:
         """Return the answer, which the server may hold back for ``held`` seconds.
 
-        Where a caller does not wait for so long, the next one with the same request goes on.
+        If the caller gives up earlier, the next caller with the same request takes the answer.
         """
         with self._exchange(request, limit, held) as (connection, response):
             answer = connection.answer(response)
         if answer.status >= 500:
-            # This server may be cut off from the leader; another one may not be.
+            # This server may be cut off from the leader, so try another server.
             self.leave(answer.server)
         return answer
 
     def follow(self, request: Request, limit: Limit) -> Stream:
-        """Send a request whose answer goes on; the caller closes it."""
+        """Send a request whose answer is a stream; the caller closes the stream."""
         with contextlib.ExitStack() as stack:
             connection, response = stack.enter_context(self._exchange(request, limit, inf))
             return Stream(connection, response, stack.pop_all())
 
     def hold(self, request: Request, connections: int, limit: Limit) -> list[Answer]:
-        """Ask over so many connections at a time, which stay open; returns the answers."""
+        """Send the request over several connections at once, which stay open; returns the answers."""
         answers = []
         with contextlib.ExitStack() as exchanges:
             for _ in range(connections):
@@ -137,7 +137,7 @@ class Http:
         self._drop_idle()
 
     def inspect(self, secret: bool) -> Finding:
-        """The answer of `of_connection`; ``secret``: a password or token is sent."""
+        """The finding of `of_connection`; ``secret``: a password or token is sent."""
         return of_connection(self._tls is not None, secret, [host for host, _ in self._hosts])
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class Http:
         self, request: Request, limit: Limit, held: float
     ) -> Iterator[tuple[_Connection, HTTPResponse]]:
         _ = limit.seconds
-        # Nobody can reuse a connection after a stream: leave the idle ones to other requests.
+        # A stream's connection cannot be reused: leave idle connections to other requests.
         connection = self._take(request if held else None, limit) if held < inf else None
         kept, late = connection is not None, connection is not None and connection.awaits
         server = self._server if connection is None else connection.server
@@ -187,13 +187,13 @@ class Http:
                 self._give_back(connection, gives_up)
 
     def _failed(self, error: Exception, server: int, kept: bool, held: float) -> None:
-        """Leave what has failed; raises the server's alert if that is the cause, and unheard."""
+        """Leave a server or connections that failed; raises the server's lost TLS alert, if any."""
         cut = isinstance(error, ConnectionError | ssl.SSLEOFError)
         if kept and cut:
             # The connection was closed while idle: that says nothing about the server.
             self._drop_idle()
         elif not cut or len(self._hosts) > 1:
-            # The only server may be full; if it has ended, its other connections tell it.
+            # Keep an only server's connections: it may be full. If it ended, they will fail.
             self.leave(server)
         if self._tls and cut and not kept and not held and not self._closed:
             alert = unheard_alert(*self._hosts[server], self._tls.get())
@@ -201,7 +201,7 @@ class Http:
                 raise alert from error
 
     def _take(self, request: Request | None, limit: Limit) -> _Connection | None:
-        """One over which a held request is asked already, else an idle one."""
+        """A connection on which the server holds this request already, else an idle connection."""
         while True:
             with self._lock:
                 late = (it for it in self._late if it.asked in (None, request) or it.came)
@@ -221,7 +221,7 @@ class Http:
                 return found
 
     def _finish(self, connection: _Connection, limit: Limit) -> None:
-        """Read an answer that is older than the next request, and perhaps than the last change."""
+        """Read a held answer; it may be older than the last change of the key."""
         connection.begin(limit.until(connection.until))
         try:
             connection.answer(connection.http.getresponse())
@@ -245,10 +245,10 @@ class Http:
 
 
 class Stream:
-    """An answer that goes on. One that waits for it may be given up, and loses nothing.
+    """An answer that goes on. A waiter may give up and call `lines` again, without any loss.
 
     Attributes:
-        status, headers, server: of the answer, as those of an `Answer`.
+        status, headers, server: see `Answer`.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Stream:
         """
         self._connection.begin(limit)
         while True:
-            # Only what is new: a line may be long.
+            # Search only new bytes, because a line may be long.
             end = self._text.rfind(b"\n", self._searched) + 1
             end = len(self._text) if self._ended else end
             self._searched = len(self._text) - end
@@ -307,11 +307,11 @@ class _Connection(io.RawIOBase):
     """A connection in the form in which ``http.client`` uses its socket.
 
     Attributes:
-        limit: of the current request; every step ends at it.
+        limit: the limit of the current request; every step ends at it.
         server: the index of its host.
         reusable: whether its request ended well, and the server keeps it open.
         awaits: whether a request has been sent, and nothing of the answer has come.
-        asked: that request, if its answer may be held back.
+        asked: the sent request, if the server may hold back its answer.
         until: when its answer is overdue, in monotonic seconds.
     """
 
@@ -337,18 +337,18 @@ class _Connection(io.RawIOBase):
         self.http.sock = self
 
     def begin(self, limit: Limit) -> None:
-        """Have the steps from now on end at this limit, and after so many bytes."""
+        """Begin a request: its steps end at ``limit``, and its count of bytes starts at 0."""
         self.limit, self.reusable, self.awaits, self._read = limit, False, False, 0
 
     @property
     def came(self) -> bool:
-        """Whether there is something to read, which is also how the server closes it."""
+        """Whether there is something to read; also true if the server has closed the connection."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def answer(self, response: HTTPResponse) -> Answer:
-        """All of an answer; raises `IncompleteRead` where the server hung up before its end."""
+        """The whole answer; raises `IncompleteRead` if the server hung up before its end."""
         parts = []
         while part := response.read(_PIECE):
             parts.append(part)
@@ -379,7 +379,7 @@ class _Connection(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        # A server that always has more to send never has this wait.
+        # Check the limit: with a server that always sends more, _step never waits.
         _ = self.limit.seconds
         came = self._step(select.POLLIN, self._socket.recv_into, buffer)
         self.awaits = False
@@ -408,7 +408,7 @@ def _refuse_beyond(length: int, most: int) -> None:
 
 
 class BoundedResponse(HTTPResponse):
-    """An answer for another library that is bounded in time and size, however it is sent."""
+    """An answer for other libraries, limited in time and size."""
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
@@ -418,7 +418,7 @@ class BoundedResponse(HTTPResponse):
 class _Bounded(io.RawIOBase):
     def __init__(self, line: io.BufferedReader, seconds: float) -> None:
         self._line, self._came = line, 0
-        # One read may take as long again.
+        # A single read may take as long again.
         self._until = time.monotonic() + seconds
 
     def readable(self) -> bool:
@@ -438,7 +438,7 @@ class _Bounded(io.RawIOBase):
 
 
 def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
-    """As ``socket.create_connection``, but with a socket that does not block."""
+    """Like ``socket.create_connection``, but with a non-blocking socket."""
     problem = OSError("the host has no address")
     for family, kind, protocol, _, address in look_up(*host, limit.seconds):
         line = socket.socket(family, kind, protocol)
@@ -484,5 +484,5 @@ def time_of(headers: Message) -> float:
     try:
         second = parsedate_to_datetime(headers["Date"]).timestamp()
     except (TypeError, ValueError):
-        return now  # There is none, or a proxy has changed it.
+        return now  # There is no Date, or a proxy has changed it.
     return min(max(now, second), second + 0.999)

@@ -12,7 +12,7 @@ from typing import Any
 from rdzv_plugins.kv.base import in_background
 
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
-"""As of ``socket.getaddrinfo``."""
+"""An item of the result of ``socket.getaddrinfo``."""
 
 # After this time the last answer counts, because the caller's lease runs out.
 _PATIENCE = 1.0
@@ -20,7 +20,7 @@ _PATIENCE = 1.0
 _known: dict[tuple[str, int], list[AddressInfo]] = {}
 
 
-# What is under way, and since when. By process too: a child has none of its parent's threads.
+# Look-ups under way and their begin. By process, because a child has no threads of its parent.
 _asked: dict[tuple[int, str, int], tuple[float, Future[list[AddressInfo]]]] = {}
 
 
@@ -30,10 +30,10 @@ def _ask(host: str, port: int) -> list[AddressInfo]:
 
 
 def look_up(host: str, port: int, seconds: float) -> list[AddressInfo]:
-    """As ``socket.getaddrinfo``, but an answer that does not come is the last one that came.
+    """Like ``socket.getaddrinfo``, but without an answer it returns the last answer.
 
-    glibc asks for 10 s and longer, which no caller can shorten: a node that connects anew, while
-    DNS is away or its packets are lost, would be silent for so long, and lost.
+    glibc asks for 10 s and longer, which no caller can shorten. If DNS is away or loses packets, a
+    node that connects again would be silent for that time, and lost.
 
     Args:
         seconds: to wait for a name that was never resolved.

@@ -18,8 +18,8 @@ _OF_A_CERTIFICATE = re.compile(
     r"CERTIFICATE|UNKNOWN_CA|WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"
 )
 
-# A server's words to a client that it refuses, in OpenSSL's spelling and libpq's. Before TLS 1.3 it
-# answers "handshake failure" to a client without a certificate.
+# A server's alerts to a client that it refuses, in the spelling of OpenSSL and libpq. Before TLS
+# 1.3 a client without a certificate gets "handshake failure".
 _REFUSES_CLIENT = re.compile(
     "(?i)alert[_ ](bad[_ ]certificate|unsupported[_ ]certificate|certificate[_ ]|unknown[_ ]ca"
     "|no[_ ]certificate|access[_ ]denied|handshake[_ ]failure)"
@@ -49,7 +49,7 @@ _ANY_CAUSE = (
 
 
 def is_of_tls(reason: str) -> bool:
-    """Whether a connection failed because of TLS; a server that hung up tells nothing of it."""
+    """Whether a connection failed because of TLS; a server that hung up does not show that."""
     return "[SSL" in reason and "UNEXPECTED_EOF" not in reason
 
 
@@ -59,7 +59,7 @@ def stays_refused(reason: str) -> bool:
 
 
 def refuses_client(reason: str) -> bool:
-    """Whether it was the server that refused, and not this client that does not trust it."""
+    """Whether the server refused this client; False: this client may not trust the server."""
     return _REFUSES_CLIENT.search(reason) is not None
 
 
@@ -76,7 +76,7 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=options.ca_file)
     except OSError as error:
         raise UnreadableFileError(f"ca_file '{options.ca_file}' cannot be used: {error}") from error
-    # A host's OpenSSL may allow less.
+    # A host's OpenSSL may allow older versions.
     context.minimum_version = max(context.minimum_version, ssl.TLSVersion.TLSv1_2)
     if options.cert_file is not None:
         try:
@@ -92,13 +92,13 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext:
 def context_if(
     encrypted: bool, options: ServerOptions, how: str
 ) -> FromFiles[ssl.SSLContext] | None:
-    """Gives a context for each connection that is encrypted; None for others.
+    """A maker of contexts for encrypted connections; None: they are not encrypted.
 
     Args:
-        how: what encrypts it.
+        how: how to turn on encryption, for an error.
 
     Raises:
-        ValueError: as `tls_context`; or a file of TLS is named, and nothing would be encrypted.
+        ValueError: see `tls_context`; or an option names a file of TLS, but TLS is off.
     """
     if encrypted:
         files = options.ca_file, options.cert_file, options.key_file

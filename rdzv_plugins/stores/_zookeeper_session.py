@@ -1,4 +1,4 @@
-"""A kazoo client whose requests end at their limit, and which tells why it has no connection.
+"""A kazoo client whose requests end at their limit, and which knows why it has no connection.
 
 kazoo's own calls block forever while the server is unreachable. Here each call ends at its limit,
 and nothing is queued while there is no connection: a queued write could be applied long after its
@@ -31,7 +31,7 @@ from rdzv_plugins.stores._tls import stays_refused
 # In these states kazoo never connects again.
 _ENDED = (KeeperState.AUTH_FAILED, KeeperState.CLOSED)
 
-# kazoo's warning of a server that hung up during a log-in by SASL, as one does that stops.
+# kazoo's warning if a server hung up during a SASL log-in; a server that stops does so too.
 _CUT_SHORT = "Connection dropped in SASL"
 
 # Bytes of an answer; the server's jute.maxbuffer is 1 MiB by default.
@@ -81,14 +81,14 @@ class ReadMany:
 
 
 class Session:
-    """One kazoo client, replaced when it has given up."""
+    """A kazoo client, which is replaced when it has given up."""
 
     def __init__(self, settings: dict[str, Any], check: Callable[[], None]) -> None:
         """Begin to connect.
 
         Args:
             settings: the arguments of `KazooClient`, which reads the files of TLS itself.
-            check: raises the error of a file that could not be read, which kazoo does not tell.
+            check: raises the error of an unreadable file, which kazoo does not report.
         """
         self._settings = settings
         self._check = check
@@ -99,7 +99,7 @@ class Session:
         self._logger = logging.Logger("rdzv_plugins.zookeeper", logging.WARNING)
         self._logger.addHandler(self._reason)
         self._ended = False
-        # What has ended kazoo's thread.
+        # The error that has ended kazoo's thread.
         self._broken: Exception | None = None
         self._zk = self._connect()
 
@@ -201,7 +201,7 @@ class Session:
         return value
 
     def _refusal(self) -> Exception:
-        """The cause of a failed log-in: since 3.6 a server answers a client that it refuses."""
+        """The cause of a failed log-in. Since 3.6 a server answers a client that it refuses."""
         failure: Exception = AuthFailedError()
         if self.reason.endswith(_CUT_SHORT):
             failure = NotConnectedError(self.reason)

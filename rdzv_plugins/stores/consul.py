@@ -53,7 +53,7 @@ _LONGEST_PARK = 10.0
 # The most expired runs that one `expire` removes.
 _SWEEP = 20
 
-# Errors' meanings, by a pattern of status and text: the first that matches counts.
+# The meanings of errors, by a pattern of status and text; the first match counts.
 _PROBLEMS = {
     "^HTTP 401|^HTTP 40[39]: .*Permission denied|^HTTP 403: .*ACL ": Problem(
         "refused the token ({said}); set one in $RDZV_PLUGINS_TOKEN that has {grant}", denied=True
@@ -141,7 +141,7 @@ class Client(EpochClient):
         self._connect(lambda limit: self._query(self._mark, limit))
 
     def hold(self, callers: int) -> None:
-        # One more for the wait that a caller has given up: Consul answers it later.
+        # One more connection for a wait that its caller has given up: Consul answers it later.
         self._call(lambda limit: self._transport.hold(callers + 1, limit))
 
     def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]:
@@ -247,7 +247,7 @@ class Client(EpochClient):
         self._transport.http.close()
 
     def _path(self, path: str) -> str:
-        # A transaction fails if it gets an absent key, but not of an empty tree: "!" ends its name.
+        # "!" ends a name, because a transaction may get an empty tree, but not an absent key.
         return self._mark if path == MARK else f"{self._keys}{quote(path, safe='')}!"
 
     def _operation(self, verb: str, path: str, data: bytes = b"", **more: int) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class Client(EpochClient):
         found: dict[str, Stored] = {}
         for key, stored in read:
             path = MARK if key == self._mark else unquote(key[len(self._keys) : -1])
-            # A name that this package would write otherwise is no key's.
+            # Skip names that this package would have encoded differently.
             if self._path(path) == key:
                 found[path] = stored
         return found
@@ -278,7 +278,7 @@ class Client(EpochClient):
         self, path: str, limit: Limit, index: int | None = None, held: float = 0.0
     ) -> tuple[Stored | None, int]:
         """A key and the index to wait from; Consul waits up to ``held`` s for a later ``index``."""
-        # Consul prolongs it by up to a sixteenth.
+        # Consul prolongs the wait by up to a sixteenth.
         wait = f"{ceil(held * 16 / 17 * 1000)}ms"
         after, kv = self._within(limit, held).kv.get(path, index=index, wait=wait)
         found = Stored.parse(kv["Value"] or b"", kv["ModifyIndex"]) if kv else None

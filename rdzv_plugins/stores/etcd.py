@@ -64,8 +64,8 @@ _SILENT = Problem(
     "their disks and networks keep up?",
     retryable=True,
 )
-# Errors' meanings, by a pattern of gRPC code, "user" or "anonymous", HTTP status, "later" (a retry
-# may succeed) or "never", and text: the first that matches counts.
+# The meanings of errors, by a pattern of gRPC code, "user" or "anonymous", HTTP status, "later" (a
+# retry may succeed) or "never", and text; the first match counts.
 _PROBLEMS = {
     "authentication is not enabled": Problem(
         "has authentication disabled ({said}); leave out the user", denied=True
@@ -104,7 +104,7 @@ _PROBLEMS = {
 
 _HEADERS = {
     "Content-Type": "application/json",
-    # A member that is cut off from the others must end its watches.
+    # With this header a member that is cut off from the others ends its watches.
     "Grpc-Metadata-hasleader": "true",
 }
 
@@ -167,7 +167,7 @@ class Client(EpochClient):
     def _read_at(self, paths: Iterable[str], limit: Limit) -> dict[str, Stored]:
         names = [*paths]
         if len(names) == 1:
-            # 0.59 ms; a transaction takes 0.66 ms.
+            # kv/range takes 0.59 ms, a transaction 0.66 ms.
             found = self._ask("kv/range", self._one(names[0]), limit)
             first = _first(found, found)
             return {names[0]: first} if first is not None else {}
@@ -178,7 +178,7 @@ class Client(EpochClient):
     def _scan_at(self, prefix: str, limit: Limit) -> dict[str, Stored]:
         found = self._ask("kv/range", _range(self._path + prefix), limit).get("kvs", [])
         read = ((_key(item)[len(self._path) :], item) for item in found)
-        # What is no UTF-8 is nobody's key.
+        # Skip keys that are not UTF-8: this package has not written them.
         return {path: Stored.parse(_value(it)) for path, it in read if "\ufffd" not in path}
 
     def _replace_at(self, path: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
@@ -191,7 +191,7 @@ class Client(EpochClient):
     def _put_at(self, values: Mapping[str, bytes], limit: Limit) -> None:
         writes = [self._write(path, data) for path, data in values.items()]
         if len(writes) == 1:
-            # 0.67 ms; a transaction takes 0.84 ms, more for a large value.
+            # kv/put takes 0.67 ms, a transaction 0.84 ms and more for a large value.
             self._ask("kv/put", writes[0]["request_put"], limit)
         else:
             self._transact([], writes, limit)
@@ -344,7 +344,7 @@ class Client(EpochClient):
         if (token := self._token) is None:
             login = {"name": self._user, "password": self._secret() or ""}
             token = str(self._ask("auth/authenticate", login, limit, _HEADERS)["token"])
-            # The member may stop before the first request with it, and know it no longer then.
+            # Accepted from now on: a restart may make the member forget it before its first use.
             self._token = self._accepted = token
         return {**_HEADERS, "Authorization": token}
 
@@ -355,7 +355,7 @@ class Client(EpochClient):
         error = RefusedError(status, body)
         if error.of_token:
             self._token = None
-            # A member that has restarted knows no token; the next log-in tells whom it lets in.
+            # A restarted member knows no token; the next log-in shows whether it accepts the user.
             error.stale = headers.get("Authorization") == self._accepted
         elif error.retryable:
             self._http.leave(member)
@@ -423,7 +423,7 @@ def _first(found: Mapping[str, Any], answer: Mapping[str, Any]) -> Stored | None
 
 
 def _value(item: Mapping[str, Any]) -> bytes:
-    """The gateway leaves out one that is empty."""
+    """The value of a key; the gateway leaves out an empty value."""
     return b64decode(item.get("value", ""))
 
 

@@ -69,7 +69,7 @@ _LARGEST_VALUE = 1_000_000
 
 # A watch is renewed this often, in seconds, in case its server hangs.
 _WATCH_SECONDS = 30
-# The most watches that a client keeps between waits: waits come back to the same few keys.
+# The most watches that a client keeps between waits, which are for the same few keys.
 _WATCHES = 4
 
 _PAGE = 500
@@ -89,7 +89,7 @@ _VALUE = "value"
 
 _VERBS = "get, list, watch, create, update, delete"
 
-# Errors' meanings, by a pattern of status and text: the first that matches counts.
+# The meanings of errors, by a pattern of status and text; the first match counts.
 _PROBLEMS = {
     "^HTTP 401": Problem(
         "refused the token ({said}){clock}; set another in $RDZV_PLUGINS_TOKEN or token_file, or "
@@ -178,7 +178,7 @@ class Client(EpochClient):
         push=True, linearizable=True, batch=False, ttl=False, max_value_bytes=_LARGEST_VALUE
     )
     heartbeat_ms = 6.0
-    # Two heartbeats of the default interval; the server tells whole seconds.
+    # Two heartbeats of the default interval, because the server's time has whole seconds.
     mark_seconds = 10.0
     # A batch sends one request per key, so it has few keys.
     batch = (20, 1 << 20)
@@ -199,9 +199,9 @@ class Client(EpochClient):
             _RUN: _label(run),
         }
         self._owners: list[dict[str, Any]] = []
-        # The server's clock less this host's monotonic one.
+        # The server's clock minus this host's monotonic clock.
         self._offset = time.time() - time.monotonic()
-        # The keys that only this client puts, by name, as it wrote them last.
+        # By name: the last version of the keys that only this client writes by put.
         self._own: dict[str, _Guard] = {}
         self._watches: dict[str, _Watch] = {}
         self._watches_lock = threading.Lock()
@@ -222,7 +222,7 @@ class Client(EpochClient):
         if prefix.count("/") > 1:
             selected += f",{_PART}={_part(prefix)}"
         found = [it for it in self._list(selected, limit) if it.path.startswith(prefix)]
-        # One of another name than its path's is nobody's.
+        # Skip an object whose name does not fit its path: this package has not made it.
         return {it.path: it.stored for it in found if it.name == self._name_of(it.path)}
 
     def _replace_at(self, path: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
@@ -252,7 +252,7 @@ class Client(EpochClient):
         with self._watches_lock:
             watch = self._watches.get(path)
         current = watch.current if watch is not None else None
-        # What has changed since, the watch will tell; of what is not ours it may tell too late.
+        # The watch will report later changes, but may be too late for a value of another program.
         if (
             watch is not None
             and (current is None or current.version)
@@ -265,7 +265,7 @@ class Client(EpochClient):
         with self._watches_lock:
             watch = self._watches.pop(path, None)
         if watch is not None and seen is None and watch.current is not None:
-            watch.stream.close()  # It does not know yet that the key was deleted.
+            watch.stream.close()  # The watch does not know yet that the key was deleted.
             watch = None
         going_on = True
         try:
@@ -274,7 +274,7 @@ class Client(EpochClient):
             while not watch.is_past(seen):
                 going_on = watch.follow(limit)
                 if not going_on:
-                    return None  # As each does in time: look again.
+                    return None  # Each watch ends in time: look again.
             return watch.current
         except OSError as error:
             going_on = isinstance(error, TimeoutError)
@@ -343,9 +343,9 @@ class Client(EpochClient):
     # Writes without a condition.
 
     def _put_one(self, path: str, data: bytes, limit: Limit) -> None:
-        """Write it on condition that nobody else does at this moment, whose write then replaces it.
+        """Write if no other client writes the key now; another client's put may stay instead.
 
-        Without a condition the API server tries again and again where many nodes write one key.
+        Without a condition the API server retries again and again if many nodes write one key.
         """
         name, refused = self._name_of(path), 0
         guard = self._own.pop(name, None)
@@ -362,19 +362,19 @@ class Client(EpochClient):
                     self._own[name] = written.guard
                     return
             elif self._update(self._object(path, data, there.guard, put=True), limit) is not None:
-                return  # Others write it too.
+                return  # Other clients write the key too.
             before, there = there, self._get(name, limit)
             others = there is not None and (before is None or there.guard != before.guard)
             if there is not None and others and there.is_put:
-                return  # As if that had come right after this one.
-            # A compare-and-set has not seen this one, and a delete may not have.
+                return  # As if the other write had followed this write.
+            # Retry: a concurrent compare-and-set or delete may not have seen this write.
             limit.sleep(min(limit.seconds, pause_after(refused)))
             refused += 1
 
     # Watches.
 
     def _watch(self, path: str, limit: Limit) -> _Watch:
-        """Watch from what the path holds now."""
+        """Watch a path from its present value on."""
         opening = limit.within(self.timeout)
         asked = {"fieldSelector": f"metadata.name={self._name_of(path)}"}
         page = self._ask("GET", f"{self._maps}?{urlencode(asked)}", opening)
@@ -395,7 +395,7 @@ class Client(EpochClient):
         return _Watch(stream, here[0] if here else None)
 
     def _keep(self, path: str, watch: _Watch, going_on: bool) -> None:
-        """Keep a watch that goes on for the next wait."""
+        """Keep a live watch for the next wait."""
         ended = [watch]
         with self._watches_lock:
             if going_on and not self._closed and path not in self._watches:
@@ -428,18 +428,18 @@ class Client(EpochClient):
         return _items.decode(answer.body) if answer.status == 200 else None
 
     def _create(self, made: dict[str, Any], limit: Limit) -> _Item | None:
-        """Create an object; None: there is one of its name."""
+        """Create an object; None: an object of this name exists."""
         answer = self._ask("POST", self._maps, limit, made, passing=(409,))
         return _items.decode(answer.body) if answer.status != 409 else None
 
     def _update(self, made: dict[str, Any], limit: Limit) -> _Item | None:
-        """Replace an object; None: it is not the one that it names, or is gone."""
+        """Replace an object; None: it has changed or is gone."""
         name = made["metadata"]["name"]
         answer = self._ask("PUT", f"{self._maps}/{name}", limit, made, passing=(404, 409, 422))
         if answer.status == 422:
             if b"immutable" not in answer.body:
                 raise RefusedError(answer.status, answer.body)
-            # Another program has made it so: the next attempt finds none.
+            # Another program made the object immutable: remove it for the next attempt.
             self._remove(name, limit)
         return _items.decode(answer.body) if answer.status == 200 else None
 
@@ -455,7 +455,7 @@ class Client(EpochClient):
             asked = {"labelSelector": selector, "limit": str(_PAGE), "continue": more}
             answer = self._ask("GET", f"{self._maps}?{urlencode(asked)}", limit, passing=(410,))
             if answer.status == 410:
-                found, more = [], ""  # The server has forgotten the state of which it told a page.
+                found, more = [], ""  # The server has forgotten the state of the first page.
                 continue
             page = _pages.decode(answer.body)
             found += page.items or ()
@@ -526,7 +526,7 @@ class RefusedError(Exception):
 
     Attributes:
         status: the HTTP status.
-        renewed: by now there is another token than the one that was refused.
+        renewed: there is a newer token than the refused token.
     """
 
     renewed = False
@@ -541,7 +541,7 @@ class RefusedError(Exception):
 
 
 class _Guard(NamedTuple):
-    """What an object must still have to be replaced or deleted."""
+    """The attributes that an object must still have to be replaced or deleted."""
 
     revision: int
     uid: str
@@ -609,7 +609,7 @@ class _Watch:
         self._until = time.monotonic() + _WATCH_SECONDS
 
     def is_past(self, seen: Stored | None) -> bool:
-        """Whether the key holds something later than ``seen``."""
+        """Whether the key holds a later value than ``seen``."""
         if self.current is None or seen is None:
             return self.current is not None
         later = self.current.guard.revision > seen.guard.revision
@@ -629,7 +629,7 @@ class _Watch:
         for line in lines:
             event = _events.decode(line)
             if event.type == "ERROR":
-                return False  # Such as 410, Gone: the server has forgotten where the watch was.
+                return False  # Such as 410, Gone: the server has forgotten the watch's position.
             self.current = None if event.type == "DELETED" else _items.decode(event.object).stored
         return bool(lines)
 
@@ -639,10 +639,10 @@ class _Login:
     """Where the API server is, and how to log in.
 
     Attributes:
-        where: for people.
-        base: precedes each path.
-        headers: of each request, with the token as of now.
-        renew: whether there is by now another token than in the headers that were refused.
+        where: the server's name for people.
+        base: the beginning of each URL path.
+        headers: returns a request's headers, with the present token.
+        renew: whether there is a newer token than in the refused headers.
     """
 
     where: str
@@ -655,7 +655,7 @@ class _Login:
 
 
 def _log_in(endpoint: str, options: Options, timeout: float) -> _Login:
-    """By the endpoint, the pod's service account, or the kubeconfig; raises `ValueError`."""
+    """Log in by endpoint, the pod's service account, or kubeconfig; raises `ValueError`."""
     if options.user is not None:
         raise ValueError("the Kubernetes API takes no user: leave it out, and set a token")
     ways = (options.token, options.token_file, options.password or options.password_file)
@@ -679,7 +679,7 @@ def _log_in(endpoint: str, options: Options, timeout: float) -> _Login:
 
 
 def _in_pod() -> str:
-    """The endpoint that Kubernetes tells each pod; "": this is none."""
+    """The endpoint from a pod's environment; "": this host is no pod."""
     host, port = (os.environ.get(f"KUBERNETES_SERVICE_{it}", "") for it in ("HOST", "PORT"))
     host = f"[{host}]" if ":" in host else host
     return f"https://{host}:{port or 443}" if host else ""
@@ -760,7 +760,7 @@ def _of_kubeconfig(options: Options, timeout: float) -> _Login:
 
 
 def _verbs(rules: Iterable[Mapping[str, Any]]) -> set[str]:
-    """What the rules allow on all ConfigMaps."""
+    """The verbs that the rules allow on all ConfigMaps."""
     return {
         verb
         for rule in rules
@@ -772,7 +772,7 @@ def _verbs(rules: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def _own_labels(said: str | None) -> dict[str, str]:
-    """The labels of option 'labels'; the API server judges what they may hold."""
+    """The labels of option 'labels'; the API server checks their values."""
     pairs = [it.partition("=") for it in (said or "").split("+") if it]
     if not all(name and equals for name, equals, _ in pairs):
         raise ValueError(f"option 'labels': '{said}' is not <name>=<value>+<name>=<value>")
@@ -780,15 +780,15 @@ def _own_labels(said: str | None) -> dict[str, str]:
 
 
 def _hash(text: str) -> str:
-    """In 26 of the characters that a name may have."""
+    """A hash of ``text`` in 26 characters that a name may have."""
     return b32encode(hashlib.sha256(text.encode()).digest()[:16]).decode().rstrip("=").lower()
 
 
 def _label(text: str) -> str:
-    """As a label's value, for people and selectors; two texts may have the same."""
+    """A label's value for ``text``, for people and selectors; two texts may have the same."""
     return re.sub("[^A-Za-z0-9._-]", "_", unquote(text))[:60].strip("._-")
 
 
 def _part(path: str) -> str:
-    """As a label's value: the first segment of a key."""
+    """A label's value for the first segment of a key."""
     return f"of.{_label(path.split('/')[1])}".rstrip(".")

@@ -73,7 +73,7 @@ _PING_SECONDS = 5
 # How long a request waits for its answer until it is made again, in seconds.
 _LEAST_ATTEMPT, _LONGEST_ATTEMPT = 1.0, 3.0
 
-# The most subscriptions that a client keeps: waits come back to the same few keys.
+# The most subscriptions that a client keeps, because waits are for the same few keys.
 _SUBSCRIPTIONS = 8
 
 # The most reads that are under way at once.
@@ -85,13 +85,13 @@ _NOT_CLUSTERED = 10074
 _OTHER_SEQUENCE = (10071, 10164)
 _OUT_OF_SPACE = (10002, 10023, 10025, 10027, 10028, 10047, 10077, 10118)
 _NO_JETSTREAM = (10039, 10076)
-# After these another link is dialled, which makes a bucket that is gone. None: nobody takes what is
-# published.
+# After these codes dial another link, which creates a missing bucket. None: no stream takes the
+# message.
 _GONE = (None, _NO_STREAM, *_NO_JETSTREAM)
 
 _REPUBLISH = "--republish-source='$KV.{bucket}.>' --republish-destination='$RKV.{bucket}.>'"
-# Errors' meanings, by a pattern of the class and the text, and of an answer of JetStream by its
-# status, "made" (by create_bucket) or "not made", and text: the first that matches counts.
+# The meanings of errors, by a pattern of the class and the text; of JetStream's answers, by a
+# pattern of status, "made" (by create_bucket) or "not made", and text. The first match counts.
 _PROBLEMS = {
     rf"^answer .*, made: .*\[{_NO_STREAM}\]": Problem(
         "has lost its bucket '{bucket}'; it is created again", retryable=True
@@ -136,7 +136,7 @@ _PROBLEMS = {
     ),
 }
 
-# How long the end of a connection may take.
+# Seconds that closing a connection may take.
 _CLOSE_SECONDS = 1.0
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
@@ -197,7 +197,7 @@ class Client(EpochClient):
         self._mark = f"{self._prefix}.{run}"
         self._options = options
         self._grant = _grant(self._prefix, options)
-        # The server's clock less this host's monotonic one.
+        # The server's clock minus this host's monotonic clock.
         self._offset = 0.0
         self._transport = Transport(target, options, request_timeout, self._greet)
         self._connect(self._present)
@@ -303,7 +303,7 @@ class Client(EpochClient):
         start = f"{self._mark}./"
         subjects = await self._subjects(f"{self._subject(prefix.rpartition('/')[0])}.>")
         read = (_path(it[len(start) :]) for it in subjects)
-        # What is no UTF-8 behind its escapes is nobody's key.
+        # Skip subjects that do not decode to UTF-8: this package has not written them.
         paths = [path for path in read if path.startswith(prefix) and "\ufffd" not in path]
         found: dict[str, Stored] = {}
         for first in range(0, len(paths), _READS):
@@ -338,7 +338,7 @@ class Client(EpochClient):
             ):
                 return latest
             if seen is not None and latest is not told:
-                return None  # It came late, or the bucket was made anew: look again.
+                return None  # The message came late, or the bucket is a new one: look again.
             await watch.changed()
 
     # Requests to JetStream.
@@ -388,7 +388,7 @@ class Client(EpochClient):
         return base64.b64decode(found.get("data", "")), found["seq"]
 
     async def _publish(self, subject: str, data: bytes, expected: int | None = None) -> bool:
-        """Store a message; False: the subject's last one is not that ``expected`` (0: none)."""
+        """Store a message; False: the subject's last message is not number ``expected`` (0: none)."""
         headers = None if expected is None else {_EXPECTED: str(expected)}
         link = await self._transport.link()
         try:
@@ -429,19 +429,19 @@ class Client(EpochClient):
 
 
 class UnfitServerError(Exception):
-    """The server answers, and is none that this client can use."""
+    """The server answers, but this client cannot use it."""
 
 
 class PlainError(UnfitServerError):
-    """One of server and client asks for TLS, and the other does not."""
+    """Only one of server and client asks for TLS."""
 
 
 class SilentBucketError(Exception):
-    """The bucket does not republish what is stored, by which waiters are woken."""
+    """The bucket does not republish stored messages, which wake the waiters."""
 
 
 class NonsenseError(OSError):
-    """What the server has sent is not NATS'."""
+    """The server has sent something other than NATS' protocol."""
 
 
 class _Parser(Parser):
@@ -458,21 +458,21 @@ class _Parser(Parser):
 
 
 class _Connection(nats.aio.client.Client):
-    """Encrypts if client and server ask for it; nats-py's does as the server asks.
+    """Uses TLS if client and server ask for it, else `PlainError`; nats-py asks only the server.
 
     Attributes:
-        broke: called with what has broken it.
+        broke: called with the error that has broken the connection.
     """
 
     broke: Callable[[Exception], None]
 
     def __init__(self) -> None:
         super().__init__()
-        self._ps = _Parser(self)  # Private: nothing public tells what it raises, or bounds it.
+        self._ps = _Parser(self)  # Private: it limits answers, and passes errors on.
 
     async def _process_op_err(self, e: Exception) -> None:
-        # Private: nats-py first writes what is left, and tells nobody where that fails. A
-        # request or a wait would go on until its time is over.
+        # Private. nats-py first writes remaining data, and hides a failure of that write: a request
+        # or a wait would go on until its time is over.
         if not self.is_closed:
             self.broke(e)
         await super()._process_op_err(e)
@@ -485,7 +485,7 @@ class _Connection(nats.aio.client.Client):
         return context
 
     def _connect_command(self) -> bytes:
-        # Private, for nats-py tells nobody what the server has announced before it logs in.
+        # Private, because nats-py does not pass on the server's announcement before the log-in.
         if "tls" in self.options and not self._server_info.get("tls_required"):
             raise PlainError(
                 "speaks no TLS; give the server a certificate, or write nats:// and "
@@ -517,14 +517,14 @@ class _Watch:
 
 
 class Link:
-    """One connection, with its subscriptions; all of it lives in the loop's thread."""
+    """One connection with its subscriptions; used only in the loop's thread."""
 
     def __init__(self, api: str) -> None:
         self._api = api
         self.connection = _Connection()
         self.connection.broke = self.fail
         self.watches: dict[str, _Watch] = {}
-        # The request under way, and why it ended.
+        # The requests under way, and why the connection failed.
         self.tasks: set[asyncio.Task[Any]] = set()
         self.failure: Exception | None = None
 
@@ -542,22 +542,22 @@ class Link:
         watch = self.watches[subject] = _Watch()
         watch.subscription = await self.connection.subscribe(subject, cb=watch.take)
         while len(self.watches) > _SUBSCRIPTIONS:
-            # A wait on it looks again in time.
+            # Drop the oldest; a wait on it looks again in time.
             oldest = self.watches.pop(next(iter(self.watches)))
             if oldest.subscription is not None:
                 await oldest.subscription.unsubscribe()
         return watch
 
     async def unless_it_fails(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it; raises what the connection fails of meanwhile: a server answers no request for
-        which the user lacks a right, and tells of it apart.
+        """Do ``work``; raises the connection's error meanwhile. A server reports a missing right
+        there, and does not answer the request.
         """
         caller, task = asyncio.current_task(), asyncio.ensure_future(work)
         self.tasks.add(task)
         try:
             return await task
         except asyncio.CancelledError:
-            # A caller that was cancelled needs no reason.
+            # A cancelled caller needs no reason.
             if self.failure is None or (caller is not None and caller.cancelling()):
                 raise
             raise self.failure from None
@@ -565,7 +565,7 @@ class Link:
             self.tasks.discard(task)
 
     async def failed(self, error: Exception) -> None:
-        """As nats-py tells it: while it connects, and later."""
+        """Called by nats-py with each error, while it connects and later."""
         connects = not self.connection.is_connected
         if connects or "permissions violation" in str(error).lower():
             self.fail(error)
@@ -574,12 +574,12 @@ class Link:
             raise error
 
     async def closed(self) -> None:
-        # A user who was let in may have another secret by now: the next log-in tells.
+        # The accepted user may have a new secret by now, which the next log-in uses.
         self.fail(ConnectionResetError(str(self.connection.last_error or "")))
 
     def fail(self, error: Exception) -> None:
-        """End what is under way."""
-        # An alert of TLS tells more than the end of the connection, which follows it.
+        """End all requests under way."""
+        # Keep a TLS alert, which says more than the end of the connection that follows it.
         if not isinstance(self.failure, ssl.SSLError):
             self.failure = error
         for task in self.tasks:
@@ -587,7 +587,7 @@ class Link:
 
 
 class Transport:
-    """A connection that is dialled anew where it broke, with the secrets as they are then."""
+    """A connection that is dialled again after it broke, with the secrets of that time."""
 
     def __init__(
         self,
@@ -607,7 +607,7 @@ class Transport:
         self._welcome = welcome
         self._link: Link | None = None
         self._dialling: asyncio.Lock | None = None
-        # Referred to, as asyncio asks for.
+        # Keep a reference, because asyncio keeps only a weak one.
         self._ending: asyncio.Future[None] | None = None
         _login(target, options)
 
@@ -616,7 +616,7 @@ class Transport:
         return of_connection(self._tls is not None, secret, [host for host, _ in self._hosts])
 
     def run(self, work: Coroutine[Any, Any, T], limit: Limit, parked: bool = False) -> T:
-        """Have the loop do it, within the limit; ``parked``: it waits for others."""
+        """Run ``work`` in the loop, within the limit; ``parked``: it waits for other clients."""
         try:
             future = asyncio.run_coroutine_threadsafe(self._attempt(work), _loop())
         except BaseException:
@@ -757,7 +757,7 @@ def _answer(message: Msg) -> dict[str, Any]:
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Have it done at once; where some of it fails, end the rest."""
+    """Run all of ``work`` concurrently; if one fails, cancel the rest."""
     tasks = [asyncio.ensure_future(it) for it in work]
     try:
         return [*await asyncio.gather(*tasks)]
@@ -767,9 +767,9 @@ async def _together(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """asyncio's loop, but it looks up each name in a daemon thread of its own.
+    """asyncio's loop, but each name is looked up in a daemon thread.
 
-    asyncio's threads for that are waited for when the process ends, however long a resolver takes.
+    The process would wait for asyncio's own threads at its end, however long a resolver takes.
     """
 
     async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
@@ -798,7 +798,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _forget_loop() -> None:
-    # A child has the loop and not its thread.
+    # A forked child has the loop, but not its thread.
     global _started, _starting
     _started, _starting = None, threading.Lock()
 
@@ -817,6 +817,6 @@ def _subject(path: str) -> str:
 
 
 def _path(subject: str) -> str:
-    """The path of such parts."""
+    """The path of a subject's parts."""
     parts = ("" if part == "=" else unquote(part.replace("=", "%")) for part in subject.split("."))
     return "/".join(parts)

@@ -73,7 +73,7 @@ _LONGEST_PARK = 10.0
 _TABLE = """CREATE TABLE {table} (run bytea, key bytea, data bytea NOT NULL,
  time timestamptz NOT NULL, PRIMARY KEY (run, key))""".replace("\n", "")
 
-# When the run last expired; rows written up to then are absent.
+# When the run last expired; rows written before that time count as absent.
 _EXPIRED = """coalesce((SELECT e.time FROM {table} AS e WHERE e.run = %(run)b AND e.key = ''
  AND e.time <= clock_timestamp()), '-infinity')"""
 
@@ -129,7 +129,7 @@ _ELSEWHERE = {"connect_timeout": "write heartbeat_timeout="}
 # The values of sslmode with which libpq surely encrypts.
 _ENCRYPTS = ("require", "verify-ca", "verify-full")
 
-# In a pool of 8 with 6 busy clients one look in 30 found no other session.
+# Several looks: in a pool of 8 with 6 busy clients one look in 30 did not show the mix-up.
 _LOOKS = 10
 
 # A connection that has logged in, and waits for the answer to libpq's own query.
@@ -138,7 +138,7 @@ _LOGGED_IN = (
     pq.ConnStatus.CHECK_STANDBY, pq.ConnStatus.CONSUME,
 )  # fmt: skip
 
-# Errors' meanings, by a pattern of code and text: the first that matches counts. Errors of a
+# The meanings of errors, by a pattern of code and text; the first match counts. Errors of a
 # refused connection have no code.
 _PROBLEMS = {
     r"authentication failed|no password supplied|role .*(does not exist|is not permitted)": Problem(
@@ -200,7 +200,7 @@ _PROBLEMS = {
     r"^53100|No space left on device": full("make room on its disk"),
     r"^(53|58)": Problem("lacks resources ({said}); its log says more", retryable=True),
     r"^42P01": Problem("has no table {table}; set create_table=true, or run: {statement}"),
-    # The latter of who may use no schema, and is to create the table.
+    # The second text is for a user who may use no schema and should create the table.
     r"^42501|no schema has been selected": Problem(
         "denied a right ({said}); the user needs SELECT, INSERT, UPDATE, DELETE on the table "
         "{table}, USAGE on its schema and, to create the table, CREATE on the schema; run: {grant}",
@@ -238,24 +238,24 @@ class UnconnectedError(psycopg.OperationalError):
 
 
 class CrowdedError(psycopg.OperationalError):
-    """The connection has logged in, and nobody executes its queries."""
+    """The connection has logged in, but no server executes its queries."""
 
 
 class MixedUpError(psycopg.OperationalError):
-    """A pooler gives a connection's server to other clients in between."""
+    """A pooler gives a connection's server to other clients between two requests."""
 
 
 class LateError(UnconnectedError, TimeoutError):
-    """No host accepted a connection in time: an earlier attempt may tell why."""
+    """No host accepted a connection in time; an earlier attempt may have a better reason."""
 
 
 class Connection(psycopg.Connection[tuple[Any, ...]]):
     """A connection whose requests end at ``limit``; psycopg's own requests wait forever.
 
     Attributes:
-        limit: of the current request.
-        pooled: whether a pooler is between it and the server.
-        key: the key for which it listens.
+        limit: the limit of the current request.
+        pooled: whether a pooler is between the connection and the server.
+        key: the key for which the connection listens.
         notified: whether a notification has arrived.
     """
 
@@ -268,7 +268,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     def open(cls, conninfo: str, limit: Limit) -> Connection:
         """Connect to one host (psycopg's own connect cannot be woken).
 
-        Raises `CrowdedError` where a pooler has no connection to the server left.
+        Raises `CrowdedError` if a pooler has no connection to the server left.
         """
         logged_in = False
         pgconn = pq.PGconn.connect_start(conninfo.encode())
@@ -285,7 +285,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
             db.autocommit = True
             db.add_notify_handler(db.hear)
             logged_in = True
-            # A pooler tells a client a number that is no process of the server.
+            # A pooler gives its client a number that is no process of the server.
             db.pooled = db.process != pgconn.backend_pid
         except TimeoutError as error:
             pgconn.finish()
@@ -329,7 +329,7 @@ class Client(StoreClient):
 
     name = "postgres"
     default_port = 5432
-    # TLS comes after a request of its own, and the server says itself whether it does.
+    # A client first asks for TLS, and the server answers whether it speaks TLS.
     begins_with_tls = False
     options = Options
     capabilities = Capabilities(
@@ -363,14 +363,14 @@ class Client(StoreClient):
         self._host: object = None
         self._idle: list[Connection] = []
         self._lock = threading.Lock()
-        # Whether a pooler keeps a connection for this client; False: not known, or there is none.
+        # Whether a pooler keeps a server for each connection; False: not known, or no pooler.
         self._keeps_sessions = False
         self._connect(self._begin)
 
     def _begin(self, limit: Limit) -> None:
         with self._connection(limit) as first:
             if first.pooled and not self._keeps_sessions:
-                # Opening a second connection is no waste: each node needs two.
+                # Each node needs a second connection anyway.
                 with self._connection(limit) as second:
                     self._learn_mode(first, second)
         self._read([], limit)
@@ -384,10 +384,10 @@ class Client(StoreClient):
         self._call(request)
 
     def _learn_mode(self, first: Connection, second: Connection) -> None:
-        """Raise `MixedUpError` unless the pooler keeps a connection for its client. Leaves nothing.
+        """Raise `MixedUpError` unless the pooler keeps a server for each connection.
 
-        Else the pooler gives the first one's server to the second, and the first one another; in
-        a busy pool it takes some looks to meet this.
+        Otherwise the pooler gives the server of ``first`` to ``second``, and another server to
+        ``first``; in a busy pool this shows only after some looks.
         """
         before = first.process
         for _ in range(_LOOKS):
@@ -403,11 +403,11 @@ class Client(StoreClient):
             self._set_timeout(db)
 
     def _set_timeout(self, db: Connection) -> None:
-        """Have the server cancel a long statement, so that it executes no abandoned one later.
+        """Have the server cancel long statements, so that it executes no abandoned statement.
 
-        A pooler in transaction mode would hand the time-out on to other clients.
+        A pooler in transaction mode would pass the time-out on to other clients.
         """
-        # 0 is none.
+        # 0 would mean no time-out.
         milliseconds = max(1, int(self.timeout * 1000))
         if not db.pooled or self._keeps_sessions:
             db.execute(f"SET statement_timeout = {milliseconds}")
@@ -421,7 +421,7 @@ class Client(StoreClient):
     def _replace(self, key: str, data: bytes, seen: Stored | None, limit: Limit) -> bool:
         if seen is None:
             return bool(self._ask(_CREATE, limit, key=key.encode(), data=data))
-        # A value that is not ours has no stamp: its first bytes count.
+        # Another program's value has no stamp: compare its first bytes.
         stamp = bytes.fromhex(seen.version) + b"=" if seen.version else seen.value[:STAMP_BYTES]
         return bool(self._ask(_REPLACE, limit, key=key.encode(), data=data, seen=stamp))
 
@@ -543,7 +543,7 @@ class Client(StoreClient):
                 db.execute(_TABLE.format(table=self._table))
             cursor = db.execute(statement, given, binary=True)
         except ReadOnlySqlTransaction:
-            # No longer the primary: the next connection searches for it.
+            # The server is no longer the primary: the next connection searches for the primary.
             db.close()
             raise
         return cursor.fetchall() if cursor.description else []
@@ -572,7 +572,7 @@ class Client(StoreClient):
         try:
             yield db
         finally:
-            # Not idle: the request ended before its answer arrived.
+            # A connection that is not idle still waits for the answer to an ended request.
             idle = db.pgconn.transaction_status == pq.TransactionStatus.IDLE
             with self._lock:
                 keep = idle and not self._closed and len(self._idle) < _IDLE
@@ -626,7 +626,7 @@ def _names(keys: Iterable[str]) -> list[bytes]:
 
 def _found(rows: Iterable[tuple[Any, ...]]) -> dict[str, Stored]:
     read = {key.decode(errors="replace"): Stored.parse(data) for key, data in rows}
-    # A key that is no UTF-8 is nobody's that has ours.
+    # Skip keys that are not UTF-8: this package has not written them.
     return {key: stored for key, stored in read.items() if "\ufffd" not in key}
 
 
@@ -672,13 +672,13 @@ def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str
 
 
 def _refuse_half_encrypted(options: Options, given: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where options ask for TLS that libpq would do without."""
+    """Raise `ValueError` if the options ask for TLS, but libpq may connect without it."""
     mode = given.get("sslmode") or os.environ.get("PGSSLMODE")
     if options.tls and given.get("sslmode", "require") not in _ENCRYPTS:
         raise ValueError(
             f"tls=true, but sslmode={mode} in the endpoint does without TLS: leave one of them out"
         )
-    # A service of libpq's may set the mode.
+    # A service file of libpq may set the mode.
     encrypted = options.tls or mode in _ENCRYPTS
     if encrypted or not ("service" in given or "PGSERVICE" in os.environ):
         # Its error names the option of an unusable file; libpq's does not.
@@ -686,7 +686,7 @@ def _refuse_half_encrypted(options: Options, given: Mapping[str, Any]) -> None:
 
 
 def _with_addresses(server: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
-    """The parameters with the addresses of the hosts: a resolver that hangs costs a moment only.
+    """The parameters with the hosts' addresses, so that a hanging resolver costs only a moment.
 
     A host that cannot be resolved is left out; raises `psycopg.OperationalError` if none can be.
     """

@@ -82,16 +82,16 @@ _ELSEWHERE = {
     "protocol": "this client speaks RESP2 with servers of any version",
 }
 
-# A parked read is renewed this often, in seconds: a server that has vanished says nothing.
+# A parked read is renewed this often, in seconds, because a vanished server sends nothing.
 _LONGEST_PARK = 30.0
 
-# A wait checks this often, in seconds, whether a heartbeat has found another hash.
+# A wait checks this often, in seconds, whether a heartbeat has found another epoch of the hash.
 _LONGEST_LOOK = 5.0
 
-# Bytes of an answer that is not complete; a value may have 64 MiB.
+# The most bytes of an incomplete answer; a value may have 64 MiB.
 _MOST_OF_AN_ANSWER = 1 << 28
 
-# A node waits for one key, and sometimes for another; each such wait holds a connection.
+# The most parked waits, each with a connection: a node waits for one key, sometimes for a second.
 _MOST_PARKED = 2
 
 # The most keys whose last id a client remembers.
@@ -106,7 +106,7 @@ _NOT_NOW_ERRORS = (
     errors.ReadOnlyError,
     errors.TryAgainError,
 )
-# Errors for which redis-py has no class, or had none. Redis 6 reports an error in a script after
+# Errors without a class in some versions of redis-py. Redis 6 reports an error in a script after
 # "Error running script (...): @user_script: 5: -".
 _NOT_NOW = re.compile(
     "(?:^|: -)(?:ASK|BUSY|CLUSTERDOWN|MASTERDOWN|MISCONF|MOVED|NOREPLICAS|READONLY|TRYAGAIN|"
@@ -119,13 +119,13 @@ _RIGHTS = "+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hel
 # The key of the run holds another type of value: another program has written it.
 _OTHERS_DATA = "WRONGTYPE"
 
-# What Redis appends to the text of an error that a script met.
+# The text that Redis appends to an error in a script.
 _SCRIPT = re.compile(r"\.? script: \w+, on @user_script.*")
 _NO_PRIMARY = (
     "has no Sentinel that named a primary within {timeout:g} s ({said}); are they running, is "
     "sentinel=<name> the name in their configuration, and do they accept the password?"
 )
-# Errors' meanings, by a pattern of the class, or "not now", and the text: the first that matches
+# The meanings of errors, by a pattern of the class (or "not now") and the text; the first match
 # counts.
 _PROBLEMS = {
     # Redis 6 and 7.2 refuse a command inside a script with these words.
@@ -135,7 +135,7 @@ _PROBLEMS = {
         undone=True,
         denied=True,
     ),
-    # Redis 6.2 and later answer so to a long command before the log-in.
+    # The answer of Redis 6.2 and later to a long command before the log-in.
     "^Auth(entication|orization)Error: |: Protocol error: unauthenticated ": Problem(
         "refused the credentials ({said}); set the user in the endpoint and the password in "
         "$RDZV_PLUGINS_PASSWORD; see rdzv docs stores for the rights it needs",
@@ -144,7 +144,7 @@ _PROBLEMS = {
     ),
     "^_SentinelRefusalError: ": Problem(_NO_PRIMARY, retryable=True, denied=True),
     "^MasterNotFoundError: ": Problem(_NO_PRIMARY, retryable=True),
-    # redis-py takes the code, OOM, away. A script that has written something is never refused.
+    # redis-py removes the code, OOM. A script that has written something is never refused.
     "used memory > 'maxmemory'": full("raise its maxmemory, or delete what nobody needs"),
     "max number of clients": Problem(
         "has no connection left for this node ({said}); raise its maxclients",
@@ -222,7 +222,7 @@ class Options(ServerOptions):
                     raise ValueError(f"option 'sentinel_{name}' needs sentinel=<name>")
 
     def current_sentinel_password(self) -> str | None:
-        """As `current_password`, of the Sentinels' own password."""
+        """The Sentinels' own password; see `current_password`."""
         given, path = self.sentinel_password, self.sentinel_password_file
         return given_or_in_file(given, "sentinel_password_file", path)
 
@@ -230,8 +230,9 @@ class Options(ServerOptions):
 class Client(StoreClient):
     """One run on Redis.
 
-    redis-py opens the connections, also for Sentinel, Cluster and TLS. This class keeps idle ones:
-    a read through redis-py's pool takes 0.04 ms, not 0.02, and in redis-py 8 it has at most 100.
+    redis-py opens the connections, also for Sentinel, Cluster and TLS. This class keeps the idle
+    connections: a read through redis-py's pool takes 0.04 instead of 0.02 ms, and redis-py 8's pool
+    has at most 100 connections.
     """
 
     name = "redis"
@@ -247,7 +248,7 @@ class Client(StoreClient):
         atomic=range(1, 10_001),
     )
     heartbeat_ms = 0.2
-    # Redis has no such limit, but it does nothing else while a script runs.
+    # Redis has no limit, but serves no other client while a script runs.
     batch = (10_000, 1 << 26)
     least_version: ClassVar[tuple[int, ...]] = (6,)
 
@@ -276,7 +277,7 @@ class Client(StoreClient):
 
     def hold(self, callers: int) -> None:
         def request(limit: Limit) -> None:
-            # One more for the wait that a caller has given up: Redis answers it later.
+            # One more connection for a wait that its caller has given up: Redis answers it later.
             while len(self._idle) <= callers:
                 self._open_and_keep()
                 # At maxclients, Redis accepts a connection and refuses its first request.
@@ -285,11 +286,11 @@ class Client(StoreClient):
         self._call(request)
 
     def add(self, key: str, delta: int) -> int:
-        # One script: of hundreds of compare-and-sets at once most would be refused.
+        # One script: most of hundreds of concurrent compare-and-sets would be refused.
         stamp = secrets.token_hex(STAMP_BYTES - 1)
 
         def request(limit: Limit) -> int:
-            # Get an open connection first: a failure until then has counted nothing.
+            # Get an open connection first, because a failure to connect has certainly not counted.
             self._keep(self._take(limit, checked=True))
             try:
                 total = self._run(limit, "add", [key], key, _tag(stamp), delta)
@@ -319,15 +320,15 @@ class Client(StoreClient):
         flat = self._run(limit, "list", [], prefix)
         pairs = zip(flat[::2], flat[1::2], strict=True)
         read = {key.decode(errors="replace"): _stored(data) for key, data in pairs}
-        # A field that is no UTF-8 is nobody's key.
+        # Skip fields that are not UTF-8: this package has not written them.
         return {key: stored for key, stored in read.items() if "\ufffd" not in key}
 
     def _set_if(
         self, key: str, data: bytes, expected: Version | None, limit: Limit
     ) -> Stored | None:
-        # One script: the base class's read before it would be a second round trip.
+        # One script, because the base class would read first, in a second round trip.
         tag, value = _parted(data)
-        # No write has the tag "-"; an absent key has "".
+        # "-" is the tag of no write, and "" that of an absent key.
         if_tagged = "" if expected is None else _tag(expected) or "-"
         found = self._run(limit, "compare_and_set", [key], key, if_tagged, tag, value)
         if not isinstance(found, list):
@@ -350,7 +351,7 @@ class Client(StoreClient):
         self._run(limit, "delete", names, *names)
 
     def _expire(self, seconds: float, limit: Limit) -> None:
-        # 0 deletes at once: the next write must not be lost.
+        # The script deletes the run at once for 0 ms, so that the next write is not lost.
         self._run(limit, "expire", [], max(0, int(seconds * 1000)), self._stream(""))
 
     def wait(self, key: str, version: Version | None, timeout: float) -> Entry | None:
@@ -387,7 +388,7 @@ class Client(StoreClient):
             self._ids.pop(key, None)
             return self._read([key], limit).get(key)
         except (errors.RedisError, errors.RedisClusterException, OSError):
-            # Not after a woken wait: the next look would send a needless request.
+            # Remember only failed waits: after a woken wait the next look would send a needless request.
             self._failed_parks.add(key)
             raise
         for _, entries in answer:
@@ -403,12 +404,12 @@ class Client(StoreClient):
     def _begin_to_park(
         self, key: str, after: bytes, limit: Limit, most: float = math.inf
     ) -> _Parked:
-        """Send a request that is answered once the key has an id after this one, or in the end.
+        """Send a request that is answered once the key's id is later than ``after``, or after ``most`` s.
 
-        ``most``: seconds; a benchmark whose nodes have one connection each waits no longer.
+        A benchmark whose nodes have only one connection each sets ``most``.
         """
         seconds = min(most, _LONGEST_PARK)
-        # Never 0, which blocks forever.
+        # BLOCK 0 would block forever.
         stream, block = self._stream(key), max(1, math.ceil(seconds * 1000))
         park = _packed(("XREAD", "BLOCK", block, "STREAMS", stream, after))
         line, epoch = self._take(limit), self._epoch
@@ -423,11 +424,11 @@ class Client(StoreClient):
         return _Parked(line, after, epoch, time.monotonic() + seconds + self.timeout)
 
     def _goes_on(self, parked: _Parked, after: bytes) -> bool:
-        """Whether a wait may go on with it; else its connection is free for others, or closed."""
+        """Whether a new wait may use a parked request; False: its connection is idle or closed."""
         line = parked.line
         try:
             while line.can_read(timeout=0):
-                # Older than this wait, and perhaps not the last change.
+                # The answer is older than this wait, and may miss the last change.
                 looked, parked.looked = parked.looked, True
                 answer = line.read_response()
                 if looked:
@@ -443,7 +444,7 @@ class Client(StoreClient):
         return False
 
     def _await_change(self, key: str, parked: _Parked, limit: Limit) -> list[Any]:
-        """The server's answer; empty: no change yet, and another wait may go on."""
+        """The server's answer; empty: no change yet, and a later wait may use the parked request."""
         line = parked.line
         try:
             if not parked.looked:
@@ -458,7 +459,7 @@ class Client(StoreClient):
                     raise errors.TimeoutError("no answer in time")
                 until = min(limit.deadline, parked.until, now + _LONGEST_LOOK)
                 if _has_answer(line, limit.wake, until - now):
-                    # Under TLS there may be something to read, and no part of the answer in it.
+                    # Under TLS the received bytes may hold no part of the answer.
                     ready = self._tls is None or line.can_read(timeout=0)
                 elif time.monotonic() >= limit.deadline:
                     self._keep_parked(key, parked)
@@ -468,7 +469,7 @@ class Client(StoreClient):
                     return []
             answer = line.read_response()
         except (WokenError, errors.NoScriptError):
-            # Its second answer is still to come.
+            # The request's second answer is still to come.
             self._keep_parked(key, parked)
             raise
         except BaseException as error:
@@ -636,7 +637,7 @@ class Client(StoreClient):
     def _open(self) -> Any:
         """A new connection."""
         pool = self._pool()
-        # A cluster client gives its connections only the time of one slot look-up.
+        # A cluster client's connections would only have the time-out of a slot look-up.
         patience = {"socket_timeout": self.timeout, "socket_connect_timeout": self.timeout}
         kind = _NAMED.get(pool.connection_class, pool.connection_class)
         line = kind(**_bounded({**pool.connection_kwargs, **patience}))
@@ -646,8 +647,7 @@ class Client(StoreClient):
             line.disconnect()
             self._doubtful = True
             if self._tls and isinstance(error, errors.ConnectionError):
-                # Says which file cannot be read; redis-py, which reads them for each connection,
-                # does not.
+                # Raises an error that names an unreadable file; redis-py's error does not.
                 context = self._tls.get()
                 alert = unheard_alert(line.host, int(line.port), context) if line.host else None
                 if alert is not None:
@@ -687,18 +687,18 @@ class Client(StoreClient):
             if isinstance(client, redis.RedisCluster):
                 cluster: Any = client
                 if self._doubtful:
-                    # The primary may be dead: the other nodes know who has its slots now.
+                    # The primary may be dead: the other nodes know which node has its slots now.
                     try:
                         cluster.nodes_manager.initialize()
                     except errors.RedisClusterException:
-                        # Or all have other addresses: of the endpoint redis-py keeps nothing.
+                        # If all nodes have new addresses, connect to the endpoint again, which redis-py forgets.
                         self._redis = None
                         cluster.close()
                         self._redis = cluster = self._make()
                     self._doubtful = False
                 client = cluster.get_redis_connection(cluster.get_node_from_key(self._hash))
         except errors.RedisClusterException as error:
-            # redis-py wraps the cause, such as a wrong password; it wraps a missing right twice.
+            # redis-py wraps the cause, such as a wrong password, and wraps a missing right twice.
             cause = error.__cause__ or error
             inner = cause.__context__
             raise (inner if isinstance(inner, errors.ResponseError) else cause) from None
@@ -706,14 +706,14 @@ class Client(StoreClient):
 
 
 class _Named(redis.Connection):
-    """redis-py's, but a resolver that does not answer costs no more than a moment."""
+    """redis-py's connection, but a resolver that does not answer costs only a moment."""
 
     def _connect(self) -> Any:
         name, problem = self.host, OSError("the host has no address")
         try:
             seconds = self.socket_connect_timeout or 0.0
             for *_, address in look_up(name, self.port, seconds):
-                # What redis-py then looks up is no name.
+                # redis-py then looks up an address instead of a name.
                 self.host = address[0]
                 try:
                     connect: Callable[[], Any] = super()._connect
@@ -726,20 +726,20 @@ class _Named(redis.Connection):
 
 
 class _NamedTLS(redis.SSLConnection, _Named):
-    """The same with TLS, in whose handshake the name stands."""
+    """`_Named` with TLS; the handshake still has the name."""
 
 
 _NAMED: dict[type, type] = {redis.Connection: _Named, redis.SSLConnection: _NamedTLS}
-"""By redis-py's own. That of a primary which Sentinels have told is its own too: an address."""
+"""By redis-py's class. Sentinels give a primary's address, so its class is not replaced."""
 
 
 @cache
 def _bounded_parser(parser: Any) -> type:
-    """redis-py's, of which one answer is bounded in time and size, however it is sent."""
+    """A subclass of redis-py's parser that limits an answer's time and size."""
 
     class Bounded(parser):  # type: ignore[misc]
         def read_response(self, *args: Any, **options: Any) -> Any:
-            # One read may take as long again.
+            # A single read may take as long again.
             self._until = time.monotonic() + (self._socket_timeout or math.inf)
             return super().read_response(*args, **options)
 
@@ -754,7 +754,7 @@ def _bounded_parser(parser: Any) -> type:
 
 
 def _bounded(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a connection, with such a parser."""
+    """The settings of a connection, with a bounded parser."""
     parser = _bounded_parser(settings.get("parser_class", DefaultParser))
     return {**settings, "parser_class": parser}
 
@@ -764,10 +764,10 @@ class _Parked(msgspec.Struct):
 
     Attributes:
         line: its connection, which nothing else uses until the answer has come.
-        after: the id of the key that its client knows.
-        epoch: of the run's hash when it began to wait; another hash knows nothing of it.
-        until: on the monotonic clock; the server answers by then.
-        looked: whether the answer to the look before it has come.
+        after: the id of the key that the client knows.
+        epoch: the epoch of the run's hash when the wait began; a new hash does not end the wait.
+        until: when the server answers at the latest, on the monotonic clock.
+        looked: whether the answer to the preceding look has come.
     """
 
     line: Any
@@ -784,7 +784,7 @@ def _packed(command: tuple[Any, ...]) -> bytes:
 
 
 class _EarlierError(Exception):
-    """A key has an earlier id than the one that a waiter knows."""
+    """A key has an earlier id than a waiter knows: the server lost its data."""
 
 
 def _has_answer(line: Any, wake: Wake | None, seconds: float) -> bool:
@@ -805,19 +805,19 @@ def _refuse_earlier(known: bytes, found: bytes) -> None:
         raise _EarlierError
 
 
-# As the scripts read it, in `prelude`.
+# The scripts' `prelude` reads values in the same form.
 _STORED = re.compile(rb"(0|[1-9][0-9]{0,19})-(0|[1-9][0-9]{0,19}) ")
 
 
 def _parted(data: bytes) -> tuple[int, bytes]:
-    """The tag and the value of what is to be written."""
+    """The tag and the value in ``data``."""
     return int.from_bytes(data[: STAMP_BYTES - 1], "big"), data[STAMP_BYTES:]
 
 
 def _stored(data: bytes) -> Stored:
     found = _STORED.match(data)
     if found is None:
-        # Written by nobody of this package: it counts as absent, for the scripts too.
+        # Another program's value counts as absent, for the scripts too.
         return Stored(data, "", b"0-0")
     version = f"{int(found[2]):016x}"
     if len(version) > 16 or (len(found[1]) == 20 and int(found[1]) >> 64):
@@ -834,7 +834,8 @@ def _tag(version: Version | None) -> str:
 def _not_now(error: object) -> bool:
     """Whether the server refused the request, changed nothing, and may accept it later.
 
-    It is starting, is no primary, lacks replicas or its disk, or another server has the slot.
+    The server is starting, is not the primary, lacks replicas or its disk, or another server has
+    the slot.
     """
     return isinstance(error, _NOT_NOW_ERRORS) or (
         isinstance(error, errors.ResponseError) and _NOT_NOW.search(str(error)) is not None
@@ -857,13 +858,13 @@ class _SentinelRefusalError(MasterNotFoundError):
 
 
 class _Sentinels(redis.Sentinel):
-    """Sentinels, a client for each way to log in to each; the one that answered is asked first."""
+    """Sentinels, with a client for each Sentinel and log-in; first the client that answered last."""
 
     check_master_state: Any
 
     def discover_master(self, service_name: str) -> tuple[str, int]:
         """The primary's address; raises MasterNotFoundError."""
-        # redis-py's own does not tell a refusal from silence, and shows the settings in its error.
+        # redis-py's method does not distinguish refusal from silence, and its error shows the settings.
         ways = Counter(map(_place, self.sentinels))
         refusals: Counter[str] = Counter()
         failures: dict[str, str] = {}
@@ -885,7 +886,7 @@ class _Sentinels(redis.Sentinel):
         failure = MasterNotFoundError
         if any(refusals[place] == number for place, number in ways.items()):
             failure = _SentinelRefusalError
-        # A login that was accepted tells more than the refusal of another.
+        # The answer to an accepted log-in says more than another log-in's refusal.
         told = failures | answers
         said = ", ".join(f"{place}: {answer}" for place, answer in told.items())
         raise failure(said)
@@ -897,7 +898,7 @@ def _place(client: Any) -> str:
 
 
 class _LogIn(redis.CredentialProvider):
-    """Asked by redis-py for each connection: a password in a file may have changed."""
+    """Gives redis-py the credentials of each connection: a password file may have changed."""
 
     def __init__(self, user: str | None, secret: Callable[[], str | None]) -> None:
         self._user = user
@@ -915,15 +916,15 @@ def _log_in(user: str | None, secret: Callable[[], str | None]) -> _LogIn | None
 
 def _space(info: Mapping[str, str]) -> Finding:
     most = int(info.get("maxmemory", "0"))
-    # As the server counts memory: without the buffers of replicas and of the append-only file.
+    # Like the server, leave out the buffers of replicas and of the append-only file.
     used = int(info.get("used_memory", "0")) - int(info.get("mem_not_counted_for_evict", "0"))
     if info.get("maxmemory_policy", "noeviction") != "noeviction":
-        most = 0  # It makes room.
+        most = 0  # The server evicts keys to make room.
     return of_space(used, most, "raise maxmemory, or delete what nobody needs")
 
 
 class _Target(NamedTuple):
-    """The servers that endpoint and options name; ``path`` of a socket of this host, or hosts."""
+    """The servers that endpoint and options name: ``path`` of a socket of this host, or hosts."""
 
     path: str | None
     hosts: Sequence[tuple[str, int]]
@@ -1042,7 +1043,7 @@ def _encryption(wanted: bool, options: Options) -> dict[str, Any]:
         return {}
     return {
         "ssl": True,
-        # The default only since redis-py 6.
+        # This is the default only since redis-py 6.
         "ssl_check_hostname": True,
         "ssl_ca_certs": options.ca_file,
         "ssl_certfile": options.cert_file,

@@ -29,7 +29,7 @@ from rdzv_plugins.stores._aws import files_of_aws, tell_of_session
 from rdzv_plugins.stores._bucket import BucketClient
 from rdzv_plugins.stores._files import FromFiles
 
-# obstore asks for the credentials again after this time, because a file may have changed.
+# obstore asks `_Credentials` again after this time, because a file may have changed.
 _ASKED_AGAIN = timedelta(seconds=5)
 
 

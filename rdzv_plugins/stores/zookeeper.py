@@ -77,12 +77,12 @@ from rdzv_plugins.stores._zookeeper_session import NotConnectedError, ReadMany, 
 # The most reads or operations in a request: two for a thousand nodes, far below jute.maxbuffer.
 _BATCH = 500
 
-# The most runs that one `expire` checks, chosen at random so that each is checked some time.
+# The most runs that one `expire` checks: chosen at random, so that each run is checked at last.
 _SWEEP = 200
 
 # The most reads of a run until one is consistent: a run may be removed and created meanwhile.
 _LOOKS = 10
-# What no name of a run has.
+# Characters that no name of a run has.
 _LETTERS = re.compile("[^0-9a-z]")
 
 # Errors of a refused log-in. A server that stops during a log-in causes them too, so the next
@@ -92,7 +92,7 @@ _REFUSED = (
     "refused the credentials ({name}); set the user in the endpoint, the password in "
     "$RDZV_PLUGINS_PASSWORD, and sasl=true if the server requires SASL"
 )
-# Errors' meanings, by a pattern of the name of the class: the first that matches counts.
+# The meanings of errors, by a pattern of the name of the class; the first match counts.
 _PROBLEMS = {
     "NoAuth": Problem(_REFUSED + "; or grant access, in zkCli.sh: {grant}", denied=True),
     "AuthFailed|RequireSasl": Problem(_REFUSED, denied=True),
@@ -135,7 +135,7 @@ class _Run(NamedTuple):
     guard: str
     deletes: int  # The guard's version; 0 if it was not read.
     expired: bool  # Everything in the run counts as absent.
-    is_this: Any  # The check that it is still this one.
+    is_this: Any  # The check that the run is still the same.
 
 
 class Client(StoreClient):
@@ -165,7 +165,7 @@ class Client(StoreClient):
         self._hosts = target.hosts
         self._tls = context_if(options.tls, options, "set tls=true")
         settings = _settings(target, options, request_timeout)
-        # DIGEST-MD5 does not send it.
+        # DIGEST-MD5 does not send the password.
         self._sends_password = "auth_data" in settings
         self._acl = settings.get("default_acl", OPEN_ACL_UNSAFE)
         self._parents = ["/"]
@@ -174,7 +174,7 @@ class Client(StoreClient):
         self._root = self._parents.pop()
         user = target.user or options.user
         who = f"{'sasl' if options.sasl else 'auth'}:{user}" if user else "world:anyone"
-        # Admin is for who grants it: without that nobody could change the list any more.
+        # "a" (admin) too: without it no user could change the access list again.
         self._grant = f"setAcl {self._parents[-1]} {who}:cdra"
         # The run as last read; and the mark's mzxid with the monotonic time of the run's end.
         self._run: _Run | None = None
@@ -271,7 +271,7 @@ class Client(StoreClient):
                 if stat != seen.guard[1]:
                     return None
             elif stat is not None and (found := self._read([key], soon)):
-                return found[key]  # Else its run has expired.
+                return found[key]  # Otherwise its run has expired.
             limit.await_ready(changed.fd)
             return None
         finally:
@@ -428,7 +428,7 @@ class Client(StoreClient):
             self._remove(self._root, run.is_this, limit)
         name = secrets.token_hex(8)
         missing: list[str] = []
-        # From the prefix upwards: the user may read no other znode, nor may need to.
+        # From the prefix upwards, because the user may have no access to the znodes above.
         for path in reversed(self._parents[1:]):
             (results,) = self._session.ask(limit, ReadMany([path]))
             if _found([path], results):
@@ -440,7 +440,7 @@ class Client(StoreClient):
         self._commit(operations, limit)
 
     def _remove(self, path: str, is_this: Any, limit: Limit) -> None:
-        """Delete a run with all that stands below it, as long as the check holds."""
+        """Delete a run and all znodes below it, as long as the check holds."""
         while True:
             # The guard, whose name begins with "#", goes last.
             below = sorted(self._children(path, limit), reverse=True)
@@ -455,10 +455,10 @@ class Client(StoreClient):
                 self._strip(gone, limit)
 
     def _strip(self, paths: Iterable[str], limit: Limit) -> None:
-        """Delete what another program has put below these znodes: nothing of ours stands there."""
+        """Delete other programs' znodes below these znodes; this package has none there."""
         found = [*paths]
         ours = len(found)
-        for path in found:  # It grows meanwhile.
+        for path in found:  # The loop appends to `found`.
             found += (f"{path}/{name}" for name in self._children(path, limit))
         for path in reversed(found[ours:]):
             self._commit([Delete(path, -1)], limit)
@@ -496,7 +496,7 @@ def _done(results: Sequence[Any]) -> bool:
 
 
 def _key(name: str) -> str | None:
-    """The key of a znode; None: it is no name that this package gives."""
+    """The key of a znode's name; None: this package gives no such name."""
     key = unquote(name[1:])
     return key if quote(key, safe="") == name[1:] else None
 
@@ -504,7 +504,7 @@ def _key(name: str) -> str | None:
 def _parse(data: bytes | None) -> tuple[str, int | None]:
     """A run's name, and its lifetime in milliseconds from its modification time on, if any."""
     name, _, mark = (data or b"").decode("ascii", "replace").partition(" ")
-    # Without a name, or with one that is a path, it is somebody else's, as is an endless lifetime.
+    # Other programs' data may have no name, a path as name, or an endless lifetime.
     return _LETTERS.sub("", name)[:64], int(mark) if mark.isdecimal() and len(mark) < 19 else None
 
 
@@ -532,13 +532,13 @@ def _settings(target: Endpoint, options: Options, request_timeout: float) -> dic
     if target.password is not None:
         login["password"] = password
     else:
-        # pure-sasl asks for what it was not given, at each log-in.
+        # pure-sasl calls this at each log-in if it was given no password.
         login["callback"] = lambda _: _secret_or_none(options)
     return settings | {"sasl_options": login}
 
 
 def _secret_or_none(options: Options) -> str:
-    """The password; "" while it cannot be read: kazoo would take an exception for a refusal."""
+    """The password; "" while it is unreadable, because kazoo would treat an exception as a refusal."""
     with contextlib.suppress(UnreadableFileError):
         return options.current_password() or ""
     return ""
@@ -547,7 +547,7 @@ def _secret_or_none(options: Options) -> str:
 def _read_files(options: Options, tls: FromFiles[ssl.SSLContext] | None) -> None:
     """Raise UnreadableFileError if a file that the next connection needs cannot be read."""
     if options.sasl:
-        # The other scheme's password is read once.
+        # Only SASL reads the password at each log-in.
         options.current_password()
     if tls is not None:
         tls.get()

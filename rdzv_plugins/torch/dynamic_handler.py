@@ -64,7 +64,7 @@ class MendedDynamicRendezvousHandler(DynamicRendezvousHandler):
         try:
             info = super().next_rendezvous()
         except RendezvousGracefulExitError:
-            # The run ended while this node was a spare. torch's launcher fails at torch's own error.
+            # The run ended while this node was a spare. torch's error makes its launcher fail.
             raise SystemExit(0) from None
         if not self._withholds:
             self._withholds = True

@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS, _PRESENCE_SECONDS = 0.5, 0.05
 # How long a member may take to answer; this host's member may be slow, or suspended.
 _ANSWER_SECONDS, _OWN_ANSWER_SECONDS = 0.5, 2.0
-# Between two log lines that name the missing members.
+# Seconds between two log lines that name the missing members.
 _TELL_SECONDS = 15.0
-# No line is logged for members that are away, or nodes that are waited for, no longer than this.
+# Log no line about members that are away, or nodes to wait for, for less than this.
 _BRIEF_SECONDS = 2.0
 # How long a member may outlive its node after a signal.
 _HURRY_SECONDS = 5.0

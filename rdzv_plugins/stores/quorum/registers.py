@@ -69,7 +69,7 @@ class Registers:
 
     Args:
         places: where each member may listen.
-        cluster, secret: as of `Wire`.
+        cluster, secret: see `Wire`.
 
     Attributes:
         is_node: connections made from now on keep the members alive until this client is closed.
@@ -98,11 +98,11 @@ class Registers:
     def change(
         self, key: str, change: Change, limit: Limit, is_put: Callable[[bytes], bool] | None = None
     ) -> bytes | None:
-        """Change a register and return its value afterwards. ``is_put``: as of `Rivals`."""
+        """Change a register and return its value afterwards. ``is_put``: see `Rivals`."""
         rivals, tries = Rivals(change, is_put), _Tries(limit)
 
         def settled(links: _Links) -> Held | None:
-            """What the register holds, if that leaves this client nothing to change."""
+            """The register's value, if this client has nothing left to change."""
             look = tries.make(links, Look(self._proposer, [key]))
             held = look.held.get(key, Held())
             agreed = look.outcome is Outcome.DONE and not look.unsettled
@@ -191,8 +191,8 @@ class _Links:
         self._dial_at = [0.0] * len(places)
         self._pauses = [_FIRST_PAUSE] * len(places)
         self._number = 0
-        # By request number: the member that has not answered. By member: the request to send once
-        # connected.
+        # _asked: by request number, the member that has not answered. _late: by member, the request
+        # to send once connected.
         self._asked: dict[int, int] = {}
         self._late: dict[int, Request] = {}
         self._wake_fd: int | None = None

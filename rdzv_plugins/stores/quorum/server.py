@@ -47,7 +47,7 @@ from rdzv_plugins.stores.quorum.wire import (
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.05
-# How often it looks for peers to dial, and how long it tries one place.
+# How often the member looks for peers to dial, and how long it tries one place.
 _LOOK_SECONDS, _DIAL_SECONDS = 0.1, 1.0
 # A frame of a peer may hold a copy of all registers.
 _MOST_FROM_PEER = 2 * MOST_BYTES
@@ -69,7 +69,7 @@ class MemberThread(threading.Thread):
 
     Args:
         peers: for each member, the places where it may listen; none for this member.
-        cluster, secret: as of `Wire`.
+        cluster, secret: see `Wire`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class MemberThread(threading.Thread):
 
     @property
     def nodes(self) -> int:
-        """How many connections of nodes there are; the member stays for them."""
+        """How many connections of nodes there are; the member does not end before them."""
         return sum(it.peer == NODE for it in [*self._wires.values()])
 
     def run(self) -> None:

@@ -24,7 +24,7 @@ from rdzv_plugins import clock
 from rdzv_plugins.stores._names import AddressInfo, look_up
 
 CLIENT, NODE = -1, -2
-"""Indexes in the greeting of a client, and of a node, which the members stay for."""
+"""Indexes in the greeting of a client and of a node; members do not end before their nodes."""
 
 STRANGER_BYTES = 1 << 10
 """The largest frame before the other side has proved that it knows the secret."""
@@ -77,14 +77,14 @@ class Wire:
     Args:
         line: the socket; it becomes non-blocking.
         secret: empty: no secret is needed.
-        index: of the member on this side, or `CLIENT` or `NODE`.
+        index: the index of the member on this side, or `CLIENT` or `NODE`.
         accepted: whether the other side has dialled.
         most: the largest frame in bytes, once the other side has proved the secret.
 
     Attributes:
         since: when the connection was made, by `rdzv_plugins.clock`.
         peer: the index of the other side; None: it has not proved the secret yet.
-        theirs: what the other side says of itself, proved or not; None: nothing yet.
+        theirs: the other side's hello, proved or not; None: it has not come yet.
     """
 
     def __init__(
