@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# No other module is imported here: torch loads every entry point of this package at each start.
+# Import no other module here: torch loads every entry point of this package at each start.
 import time
 
 TYPE_CHECKING = False
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _imported = time.monotonic_ns()
-"""When this process imported this package; of a worker: it has started."""
+"""When this process imported this package, which tells when a worker has started."""
 
 
 def current() -> CurrentRound | None:
     """The round that this worker was started in; None in a process that is no worker.
 
-    It costs no request: the agent hands it down as it starts its workers::
+    It costs no request, because the agent passes the round on when it starts its workers::
 
         import rdzv_plugins
 
@@ -35,11 +35,11 @@ def current() -> CurrentRound | None:
 
 
 def fence(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-    """Hold ``path``, unless a later round has held it: no older world overwrites a checkpoint.
+    """Hold the fence ``path``, so that no older round overwrites a checkpoint.
 
     ``path`` is a small file beside the checkpoint, on a file system that all nodes share and that
-    has locks. A round that has held it shuts out all rounds with a smaller
-    `CurrentRound.fencing_token`, also where their workers run on because their node is cut off from
+    has locks. A round that has held the fence shuts out all rounds with a smaller
+    `CurrentRound.fencing_token`, even if their workers run on because their node is cut off from
     the store::
 
         now = rdzv_plugins.current()
@@ -48,12 +48,13 @@ def fence(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         with rdzv_plugins.fence("checkpoint.fence"):
             os.replace(part, "checkpoint.pt")
 
-    In a process that is no worker of this package it does nothing; nor in a thread that holds it.
+    It does nothing in a process that is no worker of this package, and in a thread that already
+    holds the fence.
 
     Raises:
-        rdzv_plugins.process.worker.FencedError: a later round has held it.
+        rdzv_plugins.process.worker.FencedError: a later round has held the fence.
         OSError: the file cannot be opened, locked or written.
-        ValueError: the file is no fence, but holds other data, as a checkpoint does.
+        ValueError: the file is no fence, but holds other data, such as a checkpoint.
     """
     from rdzv_plugins.process import worker
 
@@ -61,7 +62,7 @@ def fence(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
 
 
 def end_with_agent() -> bool:
-    """Have this worker killed at once when its agent is gone; the first line of a script.
+    """Have this worker killed at once when its agent is gone; call it first in a script.
 
     torchrun's workers outlive an agent that is killed with ``kill -9``: they write the same
     checkpoint as their replacements, and keep the GPU. `rdzv run` ends them itself. For Linux::
@@ -71,8 +72,9 @@ def end_with_agent() -> bool:
         rdzv_plugins.end_with_agent()
 
     Returns:
-        Whether it is so: False on another system, in a process that is no worker, and in one that
-        the agent has not started itself, such as a script that a shell runs.
+        Whether this worker will be killed: False on another system, in a process that is no
+        worker, and in a process that the agent has not started itself, such as a script that a
+        shell runs.
     """
     from rdzv_plugins.process import worker
 
@@ -83,7 +85,7 @@ def step(number: int) -> bool:
     """Say that this worker has finished a step; returns whether every rank must save now.
 
     Every rank calls it after each step, with the same numbers, from 0 on. It costs a few
-    microseconds, and no request. The run wants a checkpoint before a planned change: a node was
+    microseconds, and no request. The run asks for a checkpoint before a planned change: a node was
     told to leave, or newcomers wait with ``grow=checkpoint``. The answer for a step is the same on
     all ranks::
 
@@ -93,8 +95,8 @@ def step(number: int) -> bool:
                 save(number)
                 rdzv_plugins.saved(number)
 
-    It returns False in a process that is no worker of this package, and in the children of one that
-    has called it.
+    It returns False in a process that is no worker of this package, and in the children of a worker
+    that has called it.
 
     Raises:
         rdzv_plugins.process.steps.UndecidedError: the store has not answered for five minutes, so
@@ -110,9 +112,9 @@ def step(number: int) -> bool:
 def saved(number: int) -> None:
     """Say that this rank's part of the checkpoint of step ``number`` is complete.
 
-    Every rank calls it. With ``grow=checkpoint`` newcomers are let in then. If the run had asked
-    for this checkpoint, the call waits up to 30 s for the end of the round, so that no step is lost
-    that a rank would begin now.
+    Every rank calls it. With ``grow=checkpoint`` newcomers are then let in. If the run had asked
+    for this checkpoint, the call waits up to 30 s for the end of the round, so that no rank begins
+    a step that would be lost.
     """
     from rdzv_plugins.process import steps
 

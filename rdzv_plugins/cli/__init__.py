@@ -48,7 +48,7 @@ for command in (
 
 def main() -> None:
     """Entry point; an error that the user can fix is one line on stderr and exit status 1."""
-    # torch, which `run` imports, warns so in every environment without NumPy.
+    # torch, which `run` imports, gives this warning in every environment without NumPy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     if sys.argv[1:2] == ["run"]:
         # Not through typer, which treats "--", Ctrl-C and a broken pipe differently.
@@ -67,7 +67,7 @@ def main() -> None:
 def _is_for_the_user(error: Exception) -> bool:
     if isinstance(error, ValueError):
         return True
-    # Imported here: the help needs none of it.
+    # Import late, because the help needs none of these modules.
     from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError, exhausted
     from rdzv_plugins.servers import ServerError
 

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 # setup.py puts the script into each wheel; a checkout has it elsewhere.
 _SCRIPTS = HERE / "train.py", HERE.parents[1] / "examples" / "train.py"
 
-# Each agent has an address, as if it had a host.
+# Each agent has its own address, as if it were on its own host.
 _HOSTS = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 _PATIENCE = 180.0
 _SHOWN = re.compile(r"round \d+(?: forms: .*|: [^(]*)|step \d+ in a world of (\d+), .*")
@@ -55,7 +55,7 @@ def demo(
             for host in _HOSTS:
                 fleet.start(host)
             fleet.await_world(3)
-            first = fleet.await_world(3)  # At its next checkpoint.
+            first = fleet.await_world(3)  # Wait for the next checkpoint.
             fleet.tell(f"kill -9 {first}, which has rank 0")
             killed = time.monotonic()
             fleet.kill(first)
@@ -90,7 +90,7 @@ class _Fleet:
         ours = ("PET_", "TORCHELASTIC_", *(() if own else ("RDZV_",)))
         self._environ = {it: value for it, value in os.environ.items() if not it.startswith(ours)}
         if not own:
-            # Other accounts of this host reach the ports.
+            # A secret, because other accounts of this host reach the ports.
             self._environ["RDZV_PLUGINS_SECRET"] = secrets.token_hex(16)
 
     def tell(self, text: str) -> None:
@@ -113,7 +113,7 @@ class _Fleet:
             self._lines.put((host, line.rstrip()))
 
     def await_world(self, size: int) -> str:
-        """Show what the agents say until so many nodes train; the host of rank 0."""
+        """Show the agents' lines until ``size`` nodes train; returns the host of rank 0."""
         deadline = time.monotonic() + _PATIENCE
         said: list[str] = []
         told: set[str] = set()
@@ -124,7 +124,7 @@ class _Fleet:
                 continue
             said.append(f"{host}: {line}")
             found = _SHOWN.search(line)
-            # Each node says why a round forms.
+            # Show a line only once, because each node logs why a round forms.
             if found is None or found[0] in told or found[1] not in (None, str(size)):
                 continue
             told.add(found[0])

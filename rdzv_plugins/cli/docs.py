@@ -1,4 +1,4 @@
-"""The command that shows the documentation, which the wheel brings along."""
+"""The command that shows the documentation, which is in the wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a command that goes on until Ctrl-C learns of it."""
+"""Tells a command that runs until Ctrl-C of the signal."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Interrupt:
     """SIGINT and SIGTERM from now on; for the main thread."""
 
     def __init__(self) -> None:
-        # A handler runs in the thread that waits: it might wait for ever for the lock of an Event.
+        # Not an Event: the handler runs in the waiting thread, and could wait forever for its lock.
         self._signals: SimpleQueue[int] = SimpleQueue()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: self._signals.put(number))
 
     def wait(self, look: Callable[[], object] = lambda: None) -> None:
-        """Wait for one of them, and call ``look`` every half second.
+        """Wait for SIGINT or SIGTERM, and call ``look`` every half second.
 
-        Many short waits: a signal that comes as one begins does not end it.
+        Waits many short times, because a signal does not end a wait that is just beginning.
         """
         while True:
             try:

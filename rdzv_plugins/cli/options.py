@@ -40,7 +40,7 @@ BackendOption = Annotated[
         "--rdzv-backend",
         "-b",
         envvar="RDZV_BACKEND",
-        # Not from the table of stores: importing that takes a quarter of a second.
+        # Not from `stores.STORES`, whose import takes a quarter of a second.
         help="the store: redis, zookeeper, dynamodb, consul, etcd-v3, postgres, nats, quorum, "
         "kubernetes, s3, azure or another package's",
     ),
@@ -80,7 +80,7 @@ def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str
             conf += f",heartbeat_timeout={_COMPLETION_SECONDS}"
         access = Access(given.get("backend") or DEFAULT_BACKEND, given.get("endpoint") or "", conf)
         listed = list_runs(access.open)
-    except Exception:  # A shell has no place for an error, whatever it is.
+    except Exception:  # A shell cannot show any error here.
         return []
     return [
         (run_id, f"{it.outcome or it.phase}, round {it.round}")
@@ -128,14 +128,14 @@ class UnknownRunError(ValueError):
 
 @dataclass(frozen=True)
 class Access:
-    """How to reach the runs under a prefix of a store, as the command line says it."""
+    """The command line's arguments for reaching the runs under a prefix of a store."""
 
     backend: BackendOption = DEFAULT_BACKEND
     endpoint: EndpointOption = ""
     conf: ConfOption = ""
 
     def open(self, run_id: str, job: str | None = None) -> KeyValueClient:
-        """A client of a run's namespace; arguments and errors as of `stores.open_client`."""
+        """A client of a run's namespace; see `stores.open_client` for arguments and errors."""
         from rdzv_plugins.stores import open_client
 
         if job or not run_id.startswith("!"):
@@ -146,7 +146,7 @@ class Access:
         )
 
     def clusters(self, job: str = "") -> tuple[set[str], bool] | None:
-        """As of `KeyValueClient`, for the store of a job or of all; None: it has servers."""
+        """See `KeyValueClient.clusters`; for ``job`` or all jobs. None: the store has servers."""
         from rdzv_plugins.settings.parsing import parse_options
         from rdzv_plugins.stores import client_class
 
@@ -157,7 +157,7 @@ class Access:
         return client.clusters(self.endpoint, client.of_run(options, job))
 
     def surveys(self, job: str = "") -> list[Survey]:
-        """Surveys of all runs that the store, or each store that nodes run there, has."""
+        """A survey of all runs of the store, or of each store that nodes run there."""
         from rdzv_plugins.observe.survey import Survey
 
         found = None if job else self.clusters()
@@ -167,7 +167,7 @@ class Access:
         ]
 
     def connect(self, run_id: str) -> closing[KeyValueClient]:
-        """The same, to be used in a ``with`` statement."""
+        """Like `open`, for a ``with`` statement."""
         return closing(self.open(run_id))
 
     def archive(self, run_id: str, job: str | None = None) -> Archive:
@@ -188,7 +188,7 @@ class Access:
     def inspect(
         self, run_ids: Iterable[str], opened: ExitStack, *, surely: bool = False
     ) -> dict[str, Inspection]:
-        """These runs, each watched as `settle` does; ``opened`` closes their connections."""
+        """Inspections of the runs after `settle`; ``opened`` closes their connections."""
         from rdzv_plugins.observe.inspection import Inspection, settle
 
         found = {}
@@ -200,7 +200,7 @@ class Access:
 
     @contextmanager
     def inspect_one(self, run_id: str, *, surely: bool = False) -> Iterator[Inspection]:
-        """The same for one run, to be used in a ``with`` statement."""
+        """Like `inspect`, but for one run and a ``with`` statement."""
         with ExitStack() as opened:
             yield self.inspect([run_id], opened, surely=surely)[run_id]
 
@@ -222,7 +222,7 @@ class Access:
         return parse_options(Settings, self._options(of_handler=True), os.environ)
 
     def _options(self, *, of_handler: bool) -> dict[str, str]:
-        """Those of ``--rdzv-conf`` that are the handler's, or those that are the store's."""
+        """The handler's options, or the store's, in ``--rdzv-conf``."""
         from rdzv_plugins.settings.options import Settings
         from rdzv_plugins.settings.parsing import option_names
 
@@ -233,7 +233,7 @@ class Access:
 
 @cache
 def _refuse_unknown(access: Access, job: str) -> None:
-    """Raise `UnknownRunError` where no node runs the store of the job."""
+    """Raise `UnknownRunError` if no node runs the store of the job."""
     found = access.clusters(job)
     if found is None or found[0] or not found[1]:
         return
@@ -274,7 +274,7 @@ class OneRun(AboutRun):
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer needs it: the fields of its dataclasses become its own options."""
+    """The command in typer's form: the fields of its dataclasses become options."""
     classes: dict[str, Any] = {}
     options: dict[str, inspect.Parameter] = {}
     for name, it in inspect.signature(command, eval_str=True).parameters.items():
@@ -293,7 +293,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = cls(**{field.name: given.pop(field.name) for field in fields(cls)})
         command(**given)
 
-    # The help flows: a terminal breaks the lines of a paragraph.
+    # Join the lines of a paragraph, which the terminal breaks again.
     paragraphs = (command.__doc__ or "").split("\n\n")
     run.__doc__ = "\n\n".join(" ".join(it.split()) for it in paragraphs)
     run.__annotations__ = {name: it.annotation for name, it in options.items()}
@@ -330,7 +330,7 @@ def no_run(client: KeyValueClient, run_id: str) -> ValueError:
 
 
 def free_soon(seen: Inspection) -> tuple[float | None, str]:
-    """In how many seconds the id of a closed run is free, where that is known; and in words."""
+    """Seconds until the id of a closed run is free (None: unknown), and a text."""
     from datetime import UTC, datetime
 
     document = seen.document
@@ -341,25 +341,25 @@ def free_soon(seen: Inspection) -> tuple[float | None, str]:
 
 
 def plain_console() -> Console:
-    """Shows text as it is: rich would take ``[fd00::1]`` for a style and ``:b:`` for an emoji."""
+    """A console without markup: rich takes ``[fd00::1]`` for a style and ``:b:`` for an emoji."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False)
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON."""
+    """Print one line of JSON."""
     typer.echo(json.dumps(value, separators=(",", ":"), ensure_ascii=False))
 
 
 def in_vain(line: str) -> typer.Exit:
-    """The end of a command whose time to wait is over, which the line says."""
+    """The exit of a command that has waited too long; prints the line."""
     typer.echo(f"rdzv: {line}", err=True)
     return typer.Exit(_WAITED_IN_VAIN)
 
 
 def tell(as_json: bool, line: str, **data: Any) -> None:
-    """Say what a command has done: the line, or as data, which has the line too."""
+    """Print what a command has done: the line, or data that includes the line."""
     if as_json:
         print_json({"schema": 1, **data, "said": [line]})
     else:

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The name with which a command rings the leader's bell.
+# A command rings the leader's bell with this name.
 _GIVER = "rdzv"
 
-# Each node of the run reads the reason with the document.
+# Short, because each node of the run reads the reason with the document.
 _LONGEST_REASON = 200
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -79,7 +79,7 @@ DryRunOption = Annotated[
 
 @dataclass(frozen=True)
 class Waiting:
-    """Whether a command waits for what comes of its order, and for how long."""
+    """Whether a command waits for the effect of its order, and for how long."""
 
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="exit once the order is given, before its effect")
@@ -265,7 +265,7 @@ def _exclusion(run_id: str, given: Given) -> str:
 def _say_exclusion(
     told: _Told, seen: Inspection, given: Given, of_all_runs: bool, host: str
 ) -> bool:
-    """Say what an exclusion does to an open run; returns whether an effect is to come."""
+    """Say what an exclusion does to an open run; returns whether to wait for an effect."""
     from rdzv_plugins.observe.inspection import NOTHING_STORED, Condition
 
     run = f"run '{seen.run_id}'"
@@ -373,7 +373,7 @@ def accuse(
 
 
 class _Told:
-    """The report of an order: a line whenever there is news, or all at the end as data."""
+    """The report of an order: a line for each event, or data with all lines at the end."""
 
     def __init__(self, order: str, run_id: str, as_json: bool) -> None:
         self._began = time.monotonic()
@@ -387,7 +387,7 @@ class _Told:
     def __exit__(
         self, error: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
-        """Write the data, also where the time to wait is over."""
+        """Print the data, even if the command has waited too long."""
         if self._as_json and error in (None, typer.Exit):
             print_json(self._data | {"said": self._lines})
 
@@ -400,7 +400,7 @@ class _Told:
     def say_order(
         self, what: str, given: Given, seen: Inspection, *, dry_run: bool = False
     ) -> None:
-        """Say what is ordered, and what comes of it."""
+        """Say what is ordered, and what its effect will be."""
         verb = "would be ordered" if dry_run else "ordered"
         data = {"nodes": [*given.nodes], "left": given.left, "size": given.size}
         self.say(f"{what} {verb}; {_to_come(given, seen)}", dry_run=dry_run, **data)
@@ -412,12 +412,12 @@ class _Told:
         effect: Callable[[RoundDocument], str],
         waiting: Waiting,
     ) -> None:
-        """Wait for what comes of an order, and say it; the command ends if the time is over.
+        """Wait for an order's effect, and say it; ends the command after too long a wait.
 
-        ``effect`` tells it of the document as it stands; "": there is none yet.
+        ``effect`` returns a document's effect in words; "": there is none yet.
         """
         if waiting.no_wait:
-            # The nodes that are to carry the order out may have died by now.
+            # The nodes that should carry out the order may have died by now.
             if latest := seen.last_beat:
                 self.say(
                     "whether it is carried out was not waited for; the last heartbeat of run "
@@ -439,7 +439,7 @@ class _Told:
         )  # fmt: skip
 
     def await_answers(self, seen: Inspection, given: Given, timeout: float) -> None:
-        """Wait until each node has beaten, has ended or is found gone; say so of each."""
+        """Wait until each node has beaten, has ended or is found gone, and say which."""
         beats = {it.node: it.beat for it in _document(given).accused}
         silent, answered, gone = [*given.ids], list[str](), list[str]()
         while silent:
@@ -486,16 +486,16 @@ def _to_come(given: Given, seen: Inspection) -> str:
 
 
 def _are_in_it(nodes: Iterable[str], seen: Inspection) -> bool:
-    """Whether one of them is in the round as it was read, or was in the last one.
+    """Whether one of the nodes is in the round of ``seen``, or was in the round before.
 
-    The document of an order has not the nodes that stand in shards.
+    The document of an order lacks nodes in shards.
     """
     assert seen.document is not None
     return any(map(seen.document.names, nodes))
 
 
 def _without(given: Given, seen: Inspection) -> Callable[[RoundDocument], str]:
-    """The effect of an order that takes nodes out, which have been looked at before it."""
+    """The effect of an order that takes nodes out; ``seen`` is from before the order."""
     before, nodes = _document(given), {*given.ids}
     were_in_it = _are_in_it(nodes, seen)
 
@@ -527,9 +527,9 @@ def _count(nodes: int) -> str:
 
 @contextmanager
 def _order_to(name: str, about: AboutRun, run_id: str) -> Iterator[tuple[Inspection, _Told]]:
-    """A run with live nodes, which carry an order out, and the report; `ValueError`: it has none.
+    """A run with live nodes for an order, and the report; `ValueError`: no node lives.
 
-    ``name`` is the command's.
+    ``name``: the command's name.
     """
     with about.inspect_one(run_id) as seen:
         condition, sentence = seen.condition.value, seen.sentence
@@ -589,7 +589,7 @@ def _refuse_to_stop(run_id: str, given: Given, force: bool) -> None:
 
 
 def _run_and_others(about: AboutRun, words: list[str] | None) -> tuple[str, list[str]]:
-    """The first word names the run where neither --rdzv-id nor $RDZV_ID does."""
+    """The run and the other words; the first word is the run without --rdzv-id and $RDZV_ID."""
     run_id, others = about.run_id, [*(words or ())]
     if not (run_id or os.environ.get("RDZV_ID")) and others:
         run_id = others.pop(0)
@@ -597,7 +597,7 @@ def _run_and_others(about: AboutRun, words: list[str] | None) -> tuple[str, list
 
 
 def _run_and_host(about: AboutRun, words: list[str] | None, all_runs: bool) -> tuple[str, str, str]:
-    """The run, "" for all of them; the host; the run in words."""
+    """The run ("": all runs), the host, and the run in words."""
     from rdzv_plugins.protocol.orders import host_and_pid
 
     run_id, hosts = ("", words or []) if all_runs else _run_and_others(about, words)
@@ -609,7 +609,7 @@ def _run_and_host(about: AboutRun, words: list[str] | None, all_runs: bool) -> t
 
 
 def _open_runs(access: Access, run_id: str) -> list[str]:
-    """This run, or, without an id, all whose end is not noted."""
+    """The given run; without an id, all runs whose end is not recorded."""
     from rdzv_plugins.observe.history import list_runs
 
     if run_id:
@@ -618,7 +618,7 @@ def _open_runs(access: Access, run_id: str) -> list[str]:
 
 
 def _seconds(text: str) -> float:
-    """Seconds that "90s", "30m", "1h" or "2d" stands for."""
+    """The seconds of a text such as "90s", "30m", "1h" or "2d"."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([smhd])", text, re.ASCII)
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not 0 < seconds <= _LONGEST:
@@ -627,7 +627,7 @@ def _seconds(text: str) -> float:
 
 
 def _hosts_called(name: str, runs: Iterable[Inspection]) -> set[str]:
-    """All names and addresses of hosts of this name, on which nodes of these runs are."""
+    """All names and addresses of the hosts with this name that have nodes of these runs."""
     records = [record for seen in runs for record in seen.records.values()]
     return {it for record in records if name in record.called for it in record.called}
 
@@ -657,7 +657,7 @@ def _give_to_living(seen: Inspection, work: Effects[Given]) -> Given:
 
 
 def _short(why: str) -> str:
-    """A reason in one line, not too long for each node to read."""
+    """A reason in one line; raises `ValueError` if it is too long."""
     text = " ".join(why.split())
     if len(text) > _LONGEST_REASON:
         raise ValueError(f"--why: longer than {_LONGEST_REASON} characters")

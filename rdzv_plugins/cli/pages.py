@@ -82,7 +82,7 @@ def exporter(
 
     where, who = _where(access), PageAccess(host, access.settings)
     survey = _survey(access, run_id)
-    # Two looks tell whether a heartbeat moves: the second is the first scrape.
+    # Two looks show whether a heartbeat moves; the first scrape is the second look.
     survey.look()
     source = Exporter(survey)
     try:
@@ -107,7 +107,7 @@ def _cannot_listen(host: str, port: int, error: Exception) -> ValueError:
 
 
 def _where(access: Access) -> str:
-    """Which store, and which of its prefixes."""
+    """The store and the prefix, in words."""
     from rdzv_plugins.settings.endpoint import redact
 
     at = f" at {redact(access.endpoint)}" if access.endpoint else ""

@@ -26,12 +26,13 @@ def run(context: typer.Context) -> None:
 def launch(arguments: Sequence[str]) -> None:
     """Run torchrun with these arguments; raises what torchrun's main function raises.
 
-    An error of the rendezvous, whose line the log has, is exit status 1 without torch's traceback.
-    A signal is a line too, and 128 and its number, as of a shell's commands: 130 for Ctrl-C.
+    An error of the rendezvous gives exit status 1 without torch's traceback, because the log has
+    its line. A signal gives a line and, as in a shell, the exit status 128 plus its number: 130 for
+    Ctrl-C.
     """
     try:
         _launch(arguments)
-    except KeyboardInterrupt:  # Before torch's agent handles signals.
+    except KeyboardInterrupt:  # A signal before torch's agent handles signals.
         _end_by(signal.SIGINT)
 
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 _NODES_SHOWN = 32
 _ROUNDS_SHOWN = 10
-# A small screen keeps at least _ROUNDS_KEPT rounds, before it shows nodes without a problem; a
-# frame takes _FRAME lines.
+# A small screen shows _ROUNDS_KEPT rounds before nodes without a problem. A table's frame takes
+# _FRAME lines.
 _ROUNDS_KEPT = 3
 _FRAME = 4
 _AS_IT_SHOULD_BE = 2
@@ -49,7 +49,7 @@ STATUSES = {"running": 0, "forming": 3, "absent": 4, "dead": 5, "closed": 6}
 """Exit statuses by `inspection.Condition`; 1 and 2 are for errors."""
 
 _UNKNOWN = "unknown"
-"""In a list, of a run whose nodes are not known yet to live, or that is unreadable."""
+"""The condition, in a list, of a run that is unreadable or not watched for long enough."""
 
 _COLOURS = {
     "running": "green", "forming": "yellow", "absent": "", "dead": "red", "closed": "dim",
@@ -116,7 +116,7 @@ def list_runs(
         now = time.time()
         table = Table("run", "condition", "nodes", "age", "began (UTC)", "what it does")
         for it, seen in found:
-            report = seen.report()  # First: it may find the run unreadable.
+            report = seen.report()  # Call report() first, because it may find the run unreadable.
             condition, age, sentence = _known(seen), _age(it, now), _sentence(seen)
             if as_json:
                 report |= {"condition": condition, "sentence": sentence, "age": round(age, 3)}
@@ -157,7 +157,7 @@ def _age(listed: Listed, now: float) -> float:
 
 
 def _rounded(seconds: float) -> str:
-    """As "47 s", "12 min", "5 h" or "3 d"."""
+    """A duration such as "47 s", "12 min", "5 h" or "3 d"."""
     units = (86400.0, "d"), (3600.0, "h"), (60.0, "min")
     unit, name = next((it for it in units if seconds >= 2 * it[0]), (1.0, "s"))
     return f"{seconds / unit:.0f} {name}"
@@ -194,7 +194,7 @@ def status(
             print_json(seen.report() | found)
         else:
             nodes, rows = seen.nodes(), seen.archive.rows()[::-1]
-            # A pipe gets each sentence as one line, as `grep` needs it.
+            # In a pipe each sentence is one line, for `grep`.
             plain_console().print(_summary(seen, nodes, rows), soft_wrap=True)
             most = len(nodes) if every else _NODES_SHOWN
             for table in _tables(nodes, rows, most, _ROUNDS_SHOWN):
@@ -303,7 +303,7 @@ def close(about: OneRun) -> None:
             return
         if was is not Condition.CLOSED:
             work = close_run("rdzv", None, Outcome.CLOSED, why, ttl, may_close)
-            # The line below tells it.
+            # The line below says so.
             if gone or not carry_out(seen.client, seen.archive, work, tell=lambda _: None):
                 raise no_run(seen.client, run_id)
         if stood:
@@ -318,7 +318,7 @@ def close(about: OneRun) -> None:
 
 
 def _what_goes_on(seen: Inspection, before: RoundDocument, ttl: float) -> tuple[float | None, str]:
-    """In how many seconds the id of a run is free that was closed now, None: not known; a line."""
+    """Seconds until the id of a just closed run is free (None: unknown), and a line."""
     from rdzv_plugins.observe.inspection import Condition
     from rdzv_plugins.protocol.documents import Names, Phase, labels
 
@@ -359,7 +359,7 @@ def clean(
     run_id = one_run(about.run_id, about.first, needed=False)
     if dead:
         with ExitStack() as opened:
-            # A run whose end is noted is not dead.
+            # A run whose end is recorded is not dead.
             left = sorted(run for run, it in list_runs(about.open).items() if it.outcome is None)
             for run, seen in about.inspect(left, opened).items():
                 if seen.condition is Condition.DEAD:
@@ -407,7 +407,7 @@ def _await(seen: Inspection, condition: str, timeout: float) -> None:
 
 
 def _look_on(seen: Inspection, show: Callable[[], None], fail: Callable[[str], None]) -> None:
-    """Look at the run until it is over; ``fail`` gets the error of a look in an outage."""
+    """Look at the run until it is over; in an outage ``fail`` gets the error."""
     from rdzv_plugins.kv import RendezvousConnectionError
     from rdzv_plugins.observe.inspection import Condition
 
@@ -426,7 +426,7 @@ def _look_on(seen: Inspection, show: Callable[[], None], fail: Callable[[str], N
 
 
 def _beating(client: KeyValueClient) -> set[str]:
-    """Names of nodes that send heartbeats; empty once one was due of each, and none came."""
+    """Names of nodes that send heartbeats; empty if all heartbeats were due, and none came."""
     from rdzv_plugins.protocol.documents import NODES_PREFIX
     from rdzv_plugins.protocol.record_cache import RecordCache
 
@@ -443,7 +443,7 @@ def _beating(client: KeyValueClient) -> set[str]:
 
 
 def _summary(seen: Inspection, nodes: Sequence[NodeState], rows: Sequence[Row]) -> Text:
-    """The sentence and what belongs to it, the most important first; ``rows``: the newest first."""
+    """The sentence and its details, the most important first; ``rows``: the newest first."""
     from rich.text import Text
 
     from rdzv_plugins.observe.history import goodput
@@ -467,7 +467,7 @@ def _summary(seen: Inspection, nodes: Sequence[NodeState], rows: Sequence[Row]) 
 
 
 def _counts(nodes: Sequence[NodeState]) -> str:
-    """How many nodes are in which state, those that people should see first."""
+    """How many nodes are in each state; odd states come first."""
     from rdzv_plugins.protocol.states import State
 
     counts = Counter(node.state for node in nodes)
@@ -478,7 +478,7 @@ def _counts(nodes: Sequence[NodeState]) -> str:
 
 
 def _on_a_screen(seen: Inspection, console: Console) -> Group:
-    """As much as fits: the summary, nodes that need a look, the last rounds, other nodes."""
+    """As much as fits on a screen: the summary, odd nodes, the last rounds, other nodes."""
     from rich.console import Group
 
     nodes, rows = seen.nodes(), seen.archive.rows()[::-1]
@@ -487,7 +487,7 @@ def _on_a_screen(seen: Inspection, console: Console) -> Group:
     if seen.document is None:
         return Group(summary, *_tables([], rows, 0, min(_ROUNDS_SHOWN, left - _FRAME)))
     odd = sum(_later(node) < _AS_IT_SHOULD_BE for node in nodes)
-    # One line says how many more nodes there are.
+    # A line is left for the number of nodes that are not shown.
     left -= _FRAME + 1
     kept = min(len(rows), _ROUNDS_KEPT) + _FRAME if rows else 0
     shown = min(len(nodes), max(odd, left - kept), left)
@@ -498,7 +498,7 @@ def _on_a_screen(seen: Inspection, console: Console) -> Group:
 def _tables(
     nodes: Sequence[NodeState], rows: Sequence[Row], most: int, rounds: int, one_line: bool = False
 ) -> list[Table]:
-    """At most so many nodes and rounds; ``one_line``: what is too long for a line is cut."""
+    """Tables of at most ``most`` nodes and ``rounds`` rounds; ``one_line``: cut long rows."""
     tables = [_nodes(nodes, most, one_line)] if nodes and most > 0 else []
     if rows and rounds > 0:
         tables.append(_rounds(rows[:rounds], one_line))
@@ -506,7 +506,7 @@ def _tables(
 
 
 def _later(node: NodeState) -> int:
-    """Whom people should see first has the smallest number."""
+    """A sort key: odd nodes come first."""
     if node.state.is_odd:
         return 0
     return 1 if node.clock is not None else _AS_IT_SHOULD_BE
@@ -548,12 +548,12 @@ def _table(*names: str, one_line: bool) -> Table:
 
     columns = [Column(name, no_wrap=one_line, overflow="ellipsis") for name in names]
     if one_line:
-        columns[-1].ratio = 1  # It is the one that is cut.
+        columns[-1].ratio = 1  # The last column is cut.
     return Table(*columns, expand=one_line)
 
 
 def _print_table(table: RenderableType) -> None:
-    """Never wrapped in a pipe, where there is no width to keep to."""
+    """Print a table; in a pipe, which has no width, without wrapping."""
     console = plain_console()
     if not console.is_terminal:
         console.width = 10_000

@@ -121,8 +121,8 @@ class Gate:
     def close(self) -> None:
         """End the running check, and start no more; call this in another thread than `check`.
 
-        For a node that has ended. A second signal may interrupt the caller of `check` before the
-        caller has ended the check.
+        Called when the node has ended. A second signal may interrupt the caller of `check` before
+        it has ended the check.
         """
         self._closed = True
         if self._attempt is not None:

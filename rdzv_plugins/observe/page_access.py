@@ -79,7 +79,7 @@ class PageAccess:
 
 
 def refuse_open_metrics(settings: Settings) -> None:
-    """Raise `ValueError` if an agent with these settings would serve its metrics without a token."""
+    """Raise `ValueError` if an agent would serve its metrics to other hosts without a token."""
     if settings.metrics_port is not None:
         PageAccess(settings.metrics_host or LOOPBACK, settings)
 

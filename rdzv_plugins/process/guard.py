@@ -25,7 +25,7 @@ _STOP_SECONDS = 2.0
 
 # Prefix of a line with an environment variable in hexadecimal digits; other lines have pids.
 _EXPECTED = "="
-# How often to look for processes, because a process may still start, and the pause between looks.
+# Look _LOOKS times for processes, _PAUSE seconds apart, because a process may still start.
 _LOOKS, _PAUSE = 3, 0.1
 
 

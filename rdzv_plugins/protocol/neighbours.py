@@ -1,7 +1,8 @@
 """A node's neighbours in rank order: links to them, and what the links tell.
 
-A link ends with the process at its other end. The node then says in its record who is gone, and the
-leader asks that node (`accusations`). Over links each node also says its `Standing`.
+A link ends with the process at its other end. The node then accuses the gone node in its record,
+and the leader asks the gone node to answer (`accusations`). Over links each node also sends its
+`Standing`.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Http:
             return Stream(connection, response, stack.pop_all())
 
     def hold(self, request: Request, connections: int, limit: Limit) -> list[Answer]:
-        """Send the request over several connections at once, which stay open; returns the answers."""
+        """Send the request over several connections, which stay open; returns the answers."""
         answers = []
         with contextlib.ExitStack() as exchanges:
             for _ in range(connections):

@@ -388,7 +388,7 @@ class Client(EpochClient):
         return base64.b64decode(found.get("data", "")), found["seq"]
 
     async def _publish(self, subject: str, data: bytes, expected: int | None = None) -> bool:
-        """Store a message; False: the subject's last message is not number ``expected`` (0: none)."""
+        """Store a message; False: the subject's last message is not ``expected`` (0: none)."""
         headers = None if expected is None else {_EXPECTED: str(expected)}
         link = await self._transport.link()
         try:

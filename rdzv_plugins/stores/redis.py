@@ -388,7 +388,7 @@ class Client(StoreClient):
             self._ids.pop(key, None)
             return self._read([key], limit).get(key)
         except (errors.RedisError, errors.RedisClusterException, OSError):
-            # Remember only failed waits: after a woken wait the next look would send a needless request.
+            # Not for a woken wait, after which the next look would send a needless request.
             self._failed_parks.add(key)
             raise
         for _, entries in answer:
@@ -404,9 +404,9 @@ class Client(StoreClient):
     def _begin_to_park(
         self, key: str, after: bytes, limit: Limit, most: float = math.inf
     ) -> _Parked:
-        """Send a request that is answered once the key's id is later than ``after``, or after ``most`` s.
+        """Send a request that is answered once the key's id is later than ``after``, or in the end.
 
-        A benchmark whose nodes have only one connection each sets ``most``.
+        ``most``: the longest time in seconds, for a benchmark with one connection for each node.
         """
         seconds = min(most, _LONGEST_PARK)
         # BLOCK 0 would block forever.
@@ -444,7 +444,7 @@ class Client(StoreClient):
         return False
 
     def _await_change(self, key: str, parked: _Parked, limit: Limit) -> list[Any]:
-        """The server's answer; empty: no change yet, and a later wait may use the parked request."""
+        """The server's answer; empty: no change yet; another wait may use the request."""
         line = parked.line
         try:
             if not parked.looked:
@@ -691,7 +691,7 @@ class Client(StoreClient):
                     try:
                         cluster.nodes_manager.initialize()
                     except errors.RedisClusterException:
-                        # If all nodes have new addresses, connect to the endpoint again, which redis-py forgets.
+                        # All nodes may have new addresses: connect to the endpoint again.
                         self._redis = None
                         cluster.close()
                         self._redis = cluster = self._make()
@@ -858,13 +858,13 @@ class _SentinelRefusalError(MasterNotFoundError):
 
 
 class _Sentinels(redis.Sentinel):
-    """Sentinels, with a client for each Sentinel and log-in; first the client that answered last."""
+    """A client for each Sentinel and log-in; the client that answered last is asked first."""
 
     check_master_state: Any
 
     def discover_master(self, service_name: str) -> tuple[str, int]:
         """The primary's address; raises MasterNotFoundError."""
-        # redis-py's method does not distinguish refusal from silence, and its error shows the settings.
+        # redis-py's method treats a refusal like silence, and its error shows the settings.
         ways = Counter(map(_place, self.sentinels))
         refusals: Counter[str] = Counter()
         failures: dict[str, str] = {}

@@ -538,7 +538,7 @@ def _settings(target: Endpoint, options: Options, request_timeout: float) -> dic
 
 
 def _secret_or_none(options: Options) -> str:
-    """The password; "" while it is unreadable, because kazoo would treat an exception as a refusal."""
+    """The password; "" while it is unreadable: kazoo would treat an exception as a refusal."""
     with contextlib.suppress(UnreadableFileError):
         return options.current_password() or ""
     return ""

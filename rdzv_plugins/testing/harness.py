@@ -42,7 +42,7 @@ class Restart(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """A store, for the suite.
+    """The store that the suite tests.
 
     Attributes:
         open: connects a client.

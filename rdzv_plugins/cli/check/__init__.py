@@ -1,8 +1,7 @@
-"""``rdzv check``: will a job work that is started so, and how well?
+"""``rdzv check``: will a job with these arguments work, and how well?
 
-`job`, `host` and `store` check and yield `Finding`s. What only a store can know of its server comes
-from its client's `KeyValueClient.inspect`. `plan` has the order of the checks, and what they mean
-together.
+`job`, `host` and `store` check and yield `Finding`s. Facts about a store's server come from its
+client's `KeyValueClient.inspect`. `plan` has the order of the checks, and their common meaning.
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ from rdzv_plugins.settings.endpoint import Place, at
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.stores import client_class
 
-# Seconds until an address counts as one that does not answer.
+# Seconds without an answer after which an address counts as silent.
 _PATIENCE = 3.0
 
 
 def check_address(job: Job, settings: Settings) -> Iterator[Finding]:
     """Open a port, as rank 0 does for its TCPStore, and dial it at this node's address."""
     store: type[KeyValueClient] | None = None
-    with suppress(ValueError):  # It is told elsewhere.
+    with suppress(ValueError):  # `check_options` reports the error.
         store = client_class(job.backend)
     place = store.locate(job.endpoint) if store is not None else Place()
     hosts = place.dialled
@@ -85,7 +85,7 @@ def check_address(job: Job, settings: Settings) -> Iterator[Finding]:
 
 
 def _of_own_store(store: type[KeyValueClient]) -> Finding:
-    """The finding on a store at loopback, which each host has for itself."""
+    """The finding about a store at loopback, of which each host has its own."""
     if store.run_by == "agents":
         text = f"it is at loopback, as agents of {store.name} are: each host needs one of the same "
         text += "servers"
@@ -126,7 +126,7 @@ def _dial(host: str, port: int | None) -> Finding:
 
 
 def _meaning(error: Exception) -> tuple[str, str]:
-    """The event, and advice."""
+    """What happened, and advice."""
     if isinstance(error, socket.gaierror | UnicodeError):
         return "cannot be resolved", "check its spelling, and this host's DNS or /etc/hosts"
     if isinstance(error, ConnectionRefusedError):
@@ -144,15 +144,15 @@ def _is_ip(address: str) -> bool:
 
 
 def _is_loopback(address: str) -> bool:
-    """Also of a name: on Debian a host's own name is 127.0.1.1."""
+    """Whether an address or name means loopback; on Debian a host's own name is 127.0.1.1."""
     found = resolved(address)
     return bool(found) and all(map(is_loopback, found))
 
 
 def check_health(settings: Settings) -> Iterator[Finding]:
-    """Check this node as its agent will before it joins, where the options ask for that.
+    """Run the checks that the options ask for, as this node's agent does before it joins.
 
-    A node that has been in no round dials nobody.
+    A node that has been in no round dials no other node.
     """
     warnings: list[str] = []
     gate = gate_of(settings, lambda: None, warnings.append)

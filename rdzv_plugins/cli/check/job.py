@@ -1,4 +1,4 @@
-"""A job as it is going to be started, and what is wrong with its arguments and options."""
+"""A job's arguments and options, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rdzv_plugins.settings.parsing import (
 from rdzv_plugins.settings.run_ids import refuse_unless_possible, why_no_log_folder
 from rdzv_plugins.stores import client_class, strange_variables
 
-# A user who reads the store can try secrets by the million.
+# A user who can read the store can try millions of secrets.
 _SHORTEST_SECRET = 16
 _PASSWORD = re.compile(
     r"(?i)(?:^|//)[^/?#:]*(?::(?!//)|%3a)[^?#]*@|(?:pass|pwd|secret|token)[^=]*="
@@ -45,7 +45,7 @@ class Job:
 
     Attributes:
         nnodes: the least and the most nodes; None: not given.
-        peers: (host, port) of other nodes; port None: not to be dialled.
+        peers: (host, port) of other nodes; port None: do not dial the node.
         malformed: what is wrong with arguments that could not be parsed.
     """
 
@@ -61,14 +61,14 @@ class Job:
 
     @property
     def where(self) -> list[str]:
-        """As of `Access`."""
+        """See `Access.where`."""
         return as_typed(self.backend, self.endpoint, self.conf, client_class(self.backend).options)
 
     @classmethod
     def of(
         cls, access: Access, run_id: str | None, nnodes: str, local_addr: str, peers: str
     ) -> Job:
-        """Parse the arguments; what is malformed counts as not given."""
+        """Parse the arguments; a malformed argument counts as not given."""
         malformed: list[Finding] = []
 
         def parsed(what: str, parse: Callable[[str], Any], text: str, otherwise: Any) -> Any:
@@ -127,9 +127,9 @@ class Chosen:
 
 
 def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
-    """Yield what is wrong; return the store, or None if its options do not allow to try it.
+    """Yield the faults; return the store, or None if its options are too wrong to connect.
 
-    A connection without an option that is misspelt could send a password where it must not go.
+    A connection without a misspelt option could send a password to the wrong server.
     """
     options, client, wrong = None, None, list[str]()
     try:
@@ -172,7 +172,7 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
 
 
 def _rules(job: Job, settings: Settings, *, with_torch: bool) -> Iterator[Callable[[], None]]:
-    """What the handler refuses at its start."""
+    """Checks that the handler makes at its start."""
     yield partial(refuse_unknown_checks, settings)
     yield partial(refuse_open_metrics, settings)
     if settings.handler != "torch" and job.nnodes is not None:
@@ -192,7 +192,7 @@ def _faults(rules: Iterable[Callable[[], None]]) -> Iterator[str]:
 
 
 def check_secrets(job: Job, chosen: Chosen) -> Iterator[Finding]:
-    """Which users see the password, whether values are sealed, and how easy the secret is."""
+    """Check which users see the password, whether values are sealed, and how weak the secret is."""
     password = _PASSWORD.search(job.endpoint) is not None
     if password or (chosen.client.user_is_token and "@" in job.endpoint):
         found = "in the endpoint: other users of each host see it in its list of processes"
@@ -216,18 +216,18 @@ def check_secrets(job: Job, chosen: Chosen) -> Iterator[Finding]:
 
 
 def _torch() -> Finding | None:
-    """The fault of this host's torch; nothing of it is imported."""
+    """The fault of this host's torch, which is not imported; None: there is none."""
     try:
         refuse_without_torch("an agent")
     except ValueError as error:
-        # A host that only looks has none.
+        # A host that only inspects runs needs no torch.
         mark = Mark.UNKNOWN if find_spec("torch") is None else Mark.FAILED
         return Finding(mark, "torch", str(error))
     return None
 
 
 def _settings(job: Job, without: Iterable[str]) -> Settings:
-    """The handler's options, with the defaults of those that are wrong."""
+    """The handler's options, with defaults for wrong options."""
     names = {*option_names(Settings)} - {*without}
     variables = {ENVIRONMENT_PREFIX + name.upper() for name in names}
     environ = {name: value for name, value in job.environ.items() if name in variables}

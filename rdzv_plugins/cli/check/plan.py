@@ -17,7 +17,7 @@ from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.stores import open_run
 
 SCHEMA = 1
-"""Of `report`; a change that breaks its readers raises it."""
+"""The version of `report`; raised by a change that breaks its readers."""
 
 _COLOURS = {
     Mark.OK: typer.colors.GREEN,
@@ -53,7 +53,7 @@ def carry_out(job: Job) -> Iterator[Finding]:
 
 
 def show(finding: Finding) -> None:
-    """Print one line, whatever the finding quotes."""
+    """Print a finding in one line, even if it quotes several lines."""
     mark = typer.style(f"{finding.mark.value:<8}", fg=_COLOURS[finding.mark])
     typer.echo(f"{mark} {' '.join(finding.line.split())}")
 
@@ -64,7 +64,7 @@ def status(findings: Sequence[Finding]) -> int:
 
 
 def sentence(findings: Sequence[Finding]) -> str:
-    """The last line, without its beginning."""
+    """The text of the last line, after its first words."""
     failed, warned, unknown = (
         _of(findings, it) for it in (Mark.FAILED, Mark.WARNING, Mark.UNKNOWN)
     )

@@ -1,7 +1,7 @@
-"""Checks the store: connects, lets it inspect its server, and tries what a rendezvous does.
+"""Checks the store: connects, inspects the server, and makes the requests of a rendezvous.
 
-Everything is written in a temporary run, which is deleted afterwards, also after an error. Last,
-`check_run` says whether the run id is free, or what run holds it.
+All writes go to a temporary run, which is deleted afterwards, even after an error. Last,
+`check_run` says whether the run id is free, or which run holds it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _ERRORS = (RendezvousConnectionError, RendezvousStateError)
 _WRITERS, _LEAST_WRITERS = 16, 2
 _CONTESTS = 10
 
-# Requests of a kind that are timed: the number, and seconds after which a slow store has enough.
+# How many requests of a kind are timed, and for how many seconds at most, for a slow store.
 _SAMPLES = 50
 _SECONDS_PER_KIND = 5.0
 
 _WAKE_UPS = 10
-# Until the waiter is surely parked: a wake-up is measured, not a read.
+# Seconds until the waiter is surely parked, so that a wake-up is measured, not a read.
 _PARKING_SECONDS = 0.05
 
 # Milliseconds of the server's CPU for heartbeats in a second, which are 1.05 intervals apart.
@@ -52,7 +52,7 @@ _BUSY_MS = 0.5 * 1000 * 1.05
 # The largest value that is tried; it is the limit of most stores.
 _LARGEST_TRIED = 1 << 20
 
-# Until an address counts as one that does not answer.
+# Seconds without an answer after which an address counts as silent.
 _DIAL_SECONDS = 1.0
 
 
@@ -92,7 +92,7 @@ def check_store(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None
             yield Finding(Mark.FAILED, "store", str(error))
             return False
         except Exception as error:
-            # What a server tells of itself is of no use to a run.
+            # A run does not need a server's description of itself, so an odd one is no failure.
             odd = f"what it says of itself makes no sense ({type(error).__name__}: {error})"
             yield Finding(Mark.UNKNOWN, "store", plain(odd))
         return usable and (yield from _try(client, partial(open, run_id), job, chosen))
@@ -101,7 +101,7 @@ def check_store(open: Open, job: Job, chosen: Chosen) -> Generator[Finding, None
 def _try(
     client: KeyValueClient, open: Callable[[], KeyValueClient], job: Job, chosen: Chosen
 ) -> Generator[Finding, None, bool]:
-    """All that writes, in the client's run; ``open`` makes another client of it."""
+    """All checks that write, in the client's run; ``open`` makes another client of the run."""
     try:
         requests = check_requests(client)
         yield requests
@@ -119,7 +119,7 @@ def _try(
             try:
                 finding = trial()
             except _ERRORS as error:
-                # The requests work by themselves: many at once, or large ones, do not.
+                # Single requests work: many or large requests do not.
                 finding = Finding(Mark.WARNING, what, str(error))
             usable = usable and finding.mark is not Mark.FAILED
             yield finding
@@ -175,7 +175,7 @@ def check_size(client: KeyValueClient) -> Finding:
 def check_heartbeats(
     client: KeyValueClient, interval: float, nnodes: tuple[int, int] | None = None
 ) -> Finding:
-    """For how many nodes the interval fits, if their heartbeats take half a core of the server."""
+    """How many nodes the interval allows, if heartbeats may take half a core of the server."""
     if client.heartbeat_ms is None:
         found = (
             f"the server CPU per heartbeat of {client.name} is not known, and so not how many "
@@ -196,22 +196,22 @@ def check_heartbeats(
 
 
 def nodes_within(heartbeat_ms: float, interval: float) -> int:
-    """How many nodes take half a core of the server; two digits count."""
+    """How many nodes take half a core of the server, rounded down to two digits."""
     nodes = int(_BUSY_MS * interval / heartbeat_ms)
     unit: int = 10 ** max(0, len(str(nodes)) - 2)
     return nodes // unit * unit
 
 
 def check_contention(open: Callable[[], KeyValueClient]) -> Finding:
-    """Let 16 clients replace one key at once, again and again: each time one must win.
+    """Let 16 clients replace one key at once, repeatedly: each time one client must win.
 
-    Fewer do where no more can connect: a pooler has as many connections as its nodes need.
+    Uses fewer clients if no more can connect, because a pooler may have few connections.
     """
     with ExitStack() as stack, ThreadPoolExecutor(_WRITERS, "rdzv-check") as pool:
         clients: list[KeyValueClient] = []
         crowded = ""
         try:
-            # One after the other: at once each could hold what another one needs.
+            # Connect one by one: concurrent clients could take each other's connections.
             while len(clients) < _WRITERS:
                 clients.append(stack.enter_context(closing(open())))
         except RendezvousConnectionError:
@@ -244,7 +244,7 @@ def check_contention(open: Callable[[], KeyValueClient]) -> Finding:
 
 
 def check_latency(client: KeyValueClient, patience: float) -> Finding:
-    """Time each kind of request; ``patience``: seconds that one may take."""
+    """Time each kind of request; ``patience``: seconds that a request may take."""
     entry, _ = client.compare_and_set("swapped", b"0", None)
     last = [entry.version if entry else None]
 
@@ -308,7 +308,7 @@ def check_wake_up(writer: KeyValueClient, open: Callable[[], KeyValueClient]) ->
 
 
 def _tls_mismatch(job: Job, chosen: Chosen) -> str:
-    """Advice where one side speaks TLS and the other does not; "": nothing is known."""
+    """Advice if only one side speaks TLS; "": this is not known."""
     client, schemes = chosen.client, [f"{it}://" for it in chosen.client.tls_schemes]
     tls = job.endpoint.lower().startswith(tuple(schemes)) or getattr(chosen.options, "tls", False)
     others = " or ".join(["tls=true", *schemes])
@@ -322,9 +322,9 @@ def _tls_mismatch(job: Job, chosen: Chosen) -> str:
 
 
 def _speaks_tls(host: str, port: int) -> bool | None:
-    """Dial the address and begin a TLS handshake; None: nobody answers."""
+    """Whether the address speaks TLS, by a handshake; None: it does not answer."""
     context = ssl.create_default_context()
-    # Nothing is sent that needs protection.
+    # No verification, because nothing secret is sent.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         raw = socket.create_connection((host, port), _DIAL_SECONDS)
@@ -340,7 +340,7 @@ def _speaks_tls(host: str, port: int) -> bool | None:
 
 
 def check_run(open: Open, job: Job, settings: Settings) -> Iterator[Finding]:
-    """One finding; it takes up to 12 s to tell that nodes with slow heartbeats are gone."""
+    """Check the run id: one finding. Nodes with slow heartbeats need up to 12 s of watching."""
     try:
         with closing(open(job.run_id)) as client:
             archive = Archive(open, job.run_id, settings.history_ttl, where=job.where)

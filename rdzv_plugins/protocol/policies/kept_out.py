@@ -75,7 +75,7 @@ def in_force(document: RoundDocument, now: float) -> dict[str, Exclusion]:
 
 
 def without_hosts(exclusions: Iterable[Exclusion], hosts: Collection[str]) -> tuple[Exclusion, ...]:
-    """Exclusions or quarantines without those of these hosts."""
+    """The exclusions or quarantines of all other hosts."""
     return tuple(it for it in exclusions if it.host not in hosts)
 
 
@@ -125,7 +125,7 @@ def describe(exclusion: Exclusion, now: float, done: str = "excluded") -> str:
 
 
 def describe_in_force(document: RoundDocument, exclusion: Exclusion, now: float) -> str:
-    """As `describe`; calls a quarantine of this document by its name."""
+    """Like `describe`, but says "quarantined" for a quarantine of this document."""
     quarantine = exclusion in document.quarantined
     return describe(exclusion, now, "quarantined" if quarantine else "excluded")
 
@@ -139,7 +139,7 @@ def why_kept_out(document: RoundDocument, node: str, record: NodeRecord | None, 
 
 
 def as_data(exclusion: Exclusion) -> dict[str, str | float | None]:
-    """As plain data; ``until`` in seconds since the epoch, or None."""
+    """An exclusion as plain data; ``until`` in seconds since the epoch, or None."""
     return {"host": exclusion.host, "until": exclusion.until, "why": exclusion.why}
 
 
