@@ -106,7 +106,7 @@ def _password(host: str) -> tuple[str | None, bool]:
 
     options, new = parse_options(ServerOptions, {}, os.environ), secrets.token_urlsafe(24)
     if (file := options.password_file) is not None:
-        # Mode 0600; a file that is there stays as it is.
+        # Mode 0600; an existing file is not changed.
         with suppress(FileExistsError), open(os.open(file, _NEW_FILE, 0o600), "w") as made:
             made.write(new + "\n")
     given = options.current_password()

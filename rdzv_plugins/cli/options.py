@@ -215,7 +215,7 @@ class Access:
 
     @property
     def settings(self) -> Settings:
-        """The handler's options among those of ``--rdzv-conf``."""
+        """The handler's options in ``--rdzv-conf``."""
         from rdzv_plugins.settings.options import Settings
         from rdzv_plugins.settings.parsing import parse_options
 

@@ -197,7 +197,7 @@ def sizes(rows: Sequence[Row], seen: Sequence[Size]) -> list[tuple[str, int]]:
 
 
 def _since(rows: Sequence[Row], seen: Sequence[Size]) -> Sequence[Size]:
-    """Events since the last row."""
+    """The sizes in ``seen`` after the last row."""
     if not rows:
         return seen
     row = rows[-1]

@@ -68,7 +68,7 @@ class CommandCheck:
 
 
 def _read(process: subprocess.Popen[bytes], given_up: threading.Event) -> bytes:
-    """The end of what the process printed until it ended, or until it is given up."""
+    """The last `_KEPT` bytes that the process printed before it ended or was given up."""
     assert process.stdout is not None
     pipe = process.stdout.fileno()
     os.set_blocking(pipe, False)

@@ -111,8 +111,8 @@ class Stored(msgspec.Struct, frozen=True):
 
     Attributes:
         value: without its stamp.
-        version: what `Entry.version` becomes; "" of a value that this package did not write, which
-            counts as absent: the next write replaces it.
+        version: the later `Entry.version`; "": this package did not write the value, so the value
+            counts as absent and the next write replaces it.
         guard: what the store needs to replace or watch exactly this value, such as its own index.
     """
 
@@ -787,7 +787,7 @@ def is_unresolved(error: BaseException | None) -> bool:
 
 
 def stamped(value: bytes) -> bytes:
-    """The value as it is stored, with a new stamp."""
+    """The stored form of the value, with a new stamp."""
     return _STAMPS.randbytes(STAMP_BYTES - 1) + b"=" + value
 
 

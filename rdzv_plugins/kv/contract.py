@@ -245,7 +245,7 @@ class KeyValueClient(ABC):
         """
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        """Read several keys; absent ones are left out."""
+        """Read several keys; absent keys are left out."""
         found = {key: self.get(key) for key in keys}
         return {key: entry for key, entry in found.items() if entry is not None}
 

@@ -311,7 +311,7 @@ class Report:
                 self._note_round(document, now)
 
     def gauges(self) -> Iterator[Sample]:
-        """The gauges as they are now; may be called from any thread."""
+        """The present gauges; may be called from any thread."""
         view, now = self._node.view(), time.monotonic()
         document = view.document
         leads = document is not None and not document.closed and document.leader == view.me
@@ -455,7 +455,7 @@ class _Prometheus:
         self._of(name, labels).observe(value)
 
     def take(self, samples: Iterable[Sample]) -> None:
-        """Set all gauges to what they are now; those without a sample are not shown."""
+        """Set all gauges to the samples; gauges without a sample are not shown."""
         for metric in METRICS:
             if metric.kind is MetricKind.GAUGE and metric.labels:
                 self._built[metric.name].clear()

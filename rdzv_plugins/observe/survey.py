@@ -65,7 +65,7 @@ class Seen:
 
     @property
     def is_known(self) -> bool:
-        """Whether `condition` is what was seen, and no guess for want of time to watch."""
+        """Whether the run was watched for long enough that `condition` is no guess."""
         return self.is_over or (self.readable is not None and self.readable.is_known)
 
     @property

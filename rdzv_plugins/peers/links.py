@@ -73,7 +73,7 @@ def _digest(*parts: str) -> bytes:
 
 
 def _ends(dialled_from: tuple[Any, ...], answered_at: tuple[Any, ...]) -> str:
-    """Both ends of a connection as one of them sees it."""
+    """Both ends of a connection, as this end sees them."""
     hosts = [ip_address(it[0].partition("%")[0]) for it in (dialled_from, answered_at)]
     mapped = [getattr(it, "ipv4_mapped", None) or it for it in hosts]
     return f"{mapped[0]},{dialled_from[1]},{mapped[1]},{answered_at[1]}"

@@ -217,7 +217,7 @@ class Driver:
         return self._stopping.is_set() or not self._node.ordered
 
     def _nudge_until(self, done: Callable[[], bool], seconds: float) -> None:
-        # Repeat the interrupt, because one that comes just before the thread parks has no effect.
+        # Repeat the interrupt: it has no effect if it comes just before the thread parks.
         deadline = time.monotonic() + seconds
         pause = 0.001
         while not done() and time.monotonic() < deadline:
@@ -307,7 +307,7 @@ class Driver:
         return perform(self._client, self._archive, request)
 
     def _note(self) -> None:
-        """Write the records to the archive; drop those that keep failing.
+        """Write the records to the archive; drop records that keep failing.
 
         The first time, also warn of the store; only a leader has records.
         """
@@ -464,7 +464,7 @@ def _put_record(client: KeyValueClient, archive: Archive, it: effects.PutRecord)
 
 
 def _drop_stores(client: KeyValueClient, archive: Archive, it: effects.DropStores) -> None:
-    """Delete all c10d stores but those of this incarnation's rounds from ``before`` on."""
+    """Delete all c10d stores except of this incarnation's rounds from ``before`` on."""
     keys = []
     for key in client.list(STORE_PREFIX):
         run, _, rest = key.removeprefix(STORE_PREFIX).partition("/")

@@ -53,7 +53,7 @@ def lives(pid: int, memory: int) -> bool:
 
 
 def ask(workers: Sequence[tuple[int, int]]) -> list[str]:
-    """The stacks of each worker, by its pid and its descriptor, as they are now; "": no answer."""
+    """The present stacks of each worker, given by pid and descriptor; "": no answer."""
     return _answers(workers, _SIGNAL)
 
 

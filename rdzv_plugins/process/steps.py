@@ -90,7 +90,7 @@ class Steps:
         self._holds, self._released = False, 0
         # By slot: the worker's step when it was probed, what it did then, and its stacks.
         self._probed: dict[int, tuple[int, Doing, str]] = {}
-        # When the round began, how its training began, and what was trained in the round before.
+        # When the round began, how its training began, and the steps of the round before.
         self._began = 0
         self._resumed: Resumed | None = None
         self._trained: Trained | None = None
@@ -282,7 +282,7 @@ class Slot:
         self._words[self._slot + _STACKS] = stacks.offer()
 
     def step(self, number: int, ended: int = 0) -> bool:
-        """As `rdzv_plugins.step`; ``ended``: on the monotonic clock, in ns; 0: now."""
+        """See `rdzv_plugins.step`; ``ended``: the step's end, in monotonic ns; 0: now."""
         words, slot = self._words, self._slot
         words[slot + _ENDED] = ended = ended or time.monotonic_ns()
         if not words[slot]:

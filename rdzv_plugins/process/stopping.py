@@ -1,4 +1,4 @@
-"""Stops an agent's workers, and all processes that they have started, before the next ones start.
+"""Stops an agent's workers and all processes that they have started, before new workers start.
 
 torch signals the process group of a live worker, and waits only for the worker. The processes that
 an ended worker leaves behind get no signal, and keep their memory, ports and GPU.

@@ -68,7 +68,7 @@ class _Plan:
 
     @staticmethod
     def of(command: Sequence[str], environment: Mapping[str, str]) -> _Plan | None:
-        """None: the command is not one of torchrun for Python."""
+        """The plan of a worker's command; None: torchrun does not start Python in it."""
         if "-u" not in command:
             return None
         cut = command.index("-u") + 1

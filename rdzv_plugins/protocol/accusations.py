@@ -36,7 +36,7 @@ def _least(view: View) -> float:
 
 
 def until_answered(view: View, node: str, record: NodeRecord) -> float:
-    """Seconds after which to look again whether the node has answered; 0: it has not in time."""
+    """Seconds until the next look at an accused node's answer; 0: it did not answer in time."""
     silence, least = view.unanswered.get(node, 0.0), _least(view)
     # Wait `_least` first: this node knows its own delay best after a wait.
     return max(0.0, (least if silence < least else answered_within(view, record)) - silence)

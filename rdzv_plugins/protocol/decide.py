@@ -149,7 +149,7 @@ def lead(view: View, document: RoundDocument) -> Action:
     if isinstance(action, Wait):
         ends = [action.seconds, until_a_verdict(view, at.document, at.records)]
         if document.is_whole and at.kept_out:
-            # No node rings the bell when a node that asks is no longer kept out.
+            # Wait at most until an exclusion of an asking node ends: its end rings no bell.
             asking = (it for node, it in at.kept_out.items() if _asks(at, node))
             ends += [max(0.0, it.seconds) for it in asking if it.seconds is not None]
         return Wait(min((it for it in ends if it is not None), default=None), action.enough)

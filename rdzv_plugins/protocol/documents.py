@@ -178,7 +178,7 @@ class Names(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Names(self.first, self.more + nodes) if nodes else self
 
     def without(self, labels: Collection[str]) -> Names:
-        """These nodes without the given ones, as far as they are among the first."""
+        """These nodes without ``labels``, as far as they are in `first`."""
         kept = tuple(label for label in self.first if label not in labels)
         return Names(kept, self.more) if kept != self.first else self
 

@@ -260,4 +260,4 @@ LOCAL = frozenset(
         Tell, FinishJoin,
     )
 )  # fmt: skip
-"""Effects that use none of the run's keys, so that their answers say nothing about those keys."""
+"""Effects that use none of the run's keys, so that their answers say nothing about the keys."""

@@ -150,7 +150,7 @@ class Join:
             heartbeat.amend(status=Status.LEFT, unfit=reason, master=None)
             self.waits = False
             if heartbeat.record != record:
-                # Ring only for the first reason; the leader sees later ones at its next listing.
+                # Ring only for the first reason; the leader sees later reasons at its next listing.
                 heartbeat.require(rings=not record.is_unfit)
         if begins := orders.joins:
             orders.joins = False

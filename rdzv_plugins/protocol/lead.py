@@ -45,7 +45,7 @@ class Lead:
         self._bell: Version | None = None
         # The round to tidy up after, the round before it, and the seconds that it took to form.
         self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
-        # The round whose first step is to be noted, what was noted of the round, and when.
+        # The round whose first step is still to record; its record, and the record's date.
         self._stepless: tuple[RoundDocument, RoundRecord, float] | None = None
         # The seconds until the loss was noticed, and then until the participants were named.
         self._noticed = 0.0

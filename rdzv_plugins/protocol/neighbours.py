@@ -52,7 +52,7 @@ class Neighbours:
         self._linked_for: tuple[str, str | None] = "", None
         # This node is the first node of a shard, and there are several shards.
         self._leads_shard = False
-        # This node's last Standing, the others' Standings, and whether the latter are new.
+        # This node's last Standing, the others' Standings, and whether the others' are new.
         self._said = Standing.ACCEPTED
         self._others: frozenset[Standing] = frozenset()
         self._others_reported = False

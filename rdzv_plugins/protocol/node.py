@@ -142,7 +142,7 @@ class Node:
 
     @property
     def record(self) -> NodeRecord:
-        """The node's own record, as of its next heartbeat."""
+        """The node's own record, which its next heartbeat writes."""
         return self._heartbeat.record
 
     @property
@@ -231,7 +231,7 @@ class Node:
                 self._network.report(attempt, result)
 
     def note_retry(self) -> None:
-        """Note that the store's client repeats a request, even one that waits; from any thread."""
+        """Note that the store's client repeats a request, perhaps a wait; from any thread."""
         self._seen.outages.repeats()
         self._contact.fails = True
 
@@ -557,7 +557,7 @@ class Node:
         leads, awaits = document.leader == self.id, self._network.awaits
         patience = self.rules.interval if seconds is None else seconds
         if awaits is None or leads:
-            # A leader hears the bell once rank 0 has confirmed.
+            # A leader waits for the bell, which rank 0 rings when it confirms.
             left = patience if awaits else min(patience, self._network.seconds_left)
             yield from self._park(left, leads)
         else:

@@ -191,7 +191,7 @@ class Observer:
         self.document = document
 
     def _compare(self, was: RoundDocument | None, document: RoundDocument) -> None:
-        """Note what is new in the document: its leader, its round, its place."""
+        """Note changes in the document's leader, round and place."""
         if was is None or (was.incarnation, was.leader) != (document.incarnation, document.leader):
             self._begin_windows(was, document)
         if document.leader is not None:
@@ -257,7 +257,7 @@ class Observer:
         return not document.closed and not (latest.closed and latest.is_of(self.confirmed))
 
     def without_tombstone(self) -> frozenset[str]:
-        """As `View.without_tombstone`; an answer holds for ``sweep_after`` seconds."""
+        """See `View.without_tombstone`; an answer holds for ``sweep_after`` seconds."""
         oldest = self._clock() - self._rules.sweep_after
         # A copy, because other threads call this while the node's thread adds answers.
         answers = [*self._without_tombstone.items()]
@@ -404,7 +404,7 @@ class Observer:
         return max(0.0, lease + self.delays.lag - possible) if confirmed < lease else None
 
     def longest_loss(self, nodes: Iterable[str]) -> float:
-        """Seconds since the last sign of life of these nodes, as far as they are lost."""
+        """Seconds since the last sign of life of the lost nodes among ``nodes``."""
         now = self._clock()
         silent = [self.liveness.possible_silence(it, now) for it in nodes if self.is_lost(it)]
         return max([*silent, *self.answers.awaited.values()], default=0.0)

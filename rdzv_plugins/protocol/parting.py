@@ -293,7 +293,7 @@ def all_live(
 
 
 def _runs(document: RoundDocument, node: str, record: NodeRecord) -> bool:
-    """Whether the node works in the round, or in the one before that forms anew."""
+    """Whether the node works in the round, or in the round before while the next one forms."""
     if record.status is not Status.RUN or record.incarnation != document.incarnation:
         return False
     forms = document.phase is not Phase.RUNNING

@@ -14,8 +14,7 @@ from rdzv_plugins.protocol.sizes import Sizes
 from rdzv_plugins.protocol.stalls import standing_of
 
 Remark: TypeAlias = tuple[str, object, str, *tuple[str, ...]]
-"""A remark of a node for people: a kind, a key (each is told once), a sentence, and `Tell.command`.
-"""
+"""A remark of a node for people: kind, key (logged once), sentence, and `Tell.command`."""
 
 
 def remarks(view: View) -> Iterator[Remark]:

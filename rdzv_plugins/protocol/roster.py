@@ -38,7 +38,7 @@ _SHARDS = msgspec.json.Decoder(dict[Id, Nodes])
 def apart(
     document: RoundDocument, inline: int
 ) -> tuple[RoundDocument, dict[str, dict[str, bytes]]]:
-    """The document as it is stored, and the shards of its nodes: by digest, then by key."""
+    """The stored form of the document, and the shards of its nodes: by digest, then by key."""
     found: dict[str, dict[str, bytes]] = {}
     if len(document.participants) > inline:
         shards, found[shards.digest] = _split(document.incarnation, document.participants, inline)

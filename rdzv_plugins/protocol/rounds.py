@@ -117,7 +117,7 @@ def leaving_out(at: Situation, out: Collection[str]) -> RoundDocument:
 
 
 def without_the_gone(at: Situation, gone: Iterable[str]) -> RoundDocument:
-    """The forming round without participants of the last one that are gone."""
+    """The forming round without gone participants of the last round."""
     document = at.document
     cause = amended(document.cause, at.records, gone, at.by_accusation)
     return replace(document, previous=without(document.previous, gone), cause=cause)

@@ -102,7 +102,7 @@ class Rules:
         return known
 
     def of_run(self, run_id: str, *, sealed: bool = False) -> Rules:
-        """The same settings for this run."""
+        """These settings with the run's id and whether it is sealed."""
         return dataclasses.replace(self, run=run_id, sealed=sealed)
 
     @property
@@ -247,7 +247,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return self.now - seen.since if seen is not None else 0.0
 
     def forgiven(self, node: str) -> float | None:
-        """As `Watched.forgiven`; None also for a node that is not watched."""
+        """See `Watched.forgiven`; None also for a node that is not watched."""
         seen = self.watched.get(node)
         return seen.forgiven if seen is not None else None
 

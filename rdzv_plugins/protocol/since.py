@@ -6,13 +6,13 @@ from rdzv_plugins.protocol.documents import Phase, RoundDocument
 
 
 class Since:
-    """Times at which a node first saw the document as it is now, on its monotonic clock.
+    """When a node first saw the present parts of the document, on its monotonic clock.
 
     Attributes:
         document: when it first saw the document.
         round: when it first saw the document's round.
         running: when it first saw the round run; None: no round runs.
-        forming: when it first saw the last document before `running`; None: it saw no such one.
+        forming: when it first saw the last document before `running`; None: it saw no document.
         saving: when it first saw that the round awaits a checkpoint; None: it awaits none.
         grown: when it first saw the last round that let newcomers in.
         enough: when this leader first counted enough ready nodes; None: there are too few.

@@ -204,7 +204,7 @@ def of_node(view: View, join_left: float | None = None) -> Diagnosis:
 
 
 def _describe(at: Situation, known: _Known, does: _Says | None = None) -> Diagnosis:
-    """The diagnosis of a run by whoever has this situation."""
+    """The diagnosis of a run by a node or observer with this situation."""
     document, records = at.document, at.records
     found = _dead(at, known) if known.sees_all else None
     found = found or (does or _BY_PHASE[document.phase])(at, known)

@@ -54,7 +54,7 @@ class Writer:
         self.fresh = f"{self._own.chance.getrandbits(64):016x}"
 
     def write(self, document: RoundDocument) -> Effects[bool]:
-        """Write the document over the last one that was read; returns whether it was written."""
+        """Replace the document as last read; returns whether it was written."""
         seen, join, now = self._seen, self._join, self._clock()
         gathered = Durations(
             gathering=now - seen.since.round,

@@ -66,7 +66,7 @@ class Place:
 
     @property
     def names(self) -> list[str]:
-        """The names of nodes in the endpoint."""
+        """The hosts in the endpoint if they are nodes of the run."""
         return [host for host, _ in self.hosts] if self.of_nodes else []
 
     @property

@@ -418,7 +418,7 @@ class BoundedResponse(HTTPResponse):
 class _Bounded(io.RawIOBase):
     def __init__(self, line: io.BufferedReader, seconds: float) -> None:
         self._line, self._came = line, 0
-        # A single read may take as long again.
+        # Limits when a read may begin; the last read has the socket's time-out too.
         self._until = time.monotonic() + seconds
 
     def readable(self) -> bool:

@@ -561,7 +561,7 @@ class Client(StoreClient):
 
     @contextmanager
     def _connection(self, limit: Limit, key: str | None = None) -> Iterator[Connection]:
-        """An idle connection, preferably one that listens for ``key``, or a new one."""
+        """An idle connection, preferably listening for ``key``, or else a new connection."""
         with self._lock:
             # A waiter's connection keeps listening for its key until another waiter gets it.
             self._idle.sort(key=lambda it: (it.key == key, (it.key is None) == (key is None)))

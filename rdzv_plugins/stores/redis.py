@@ -613,7 +613,7 @@ class Client(StoreClient):
             raise TimeoutError("no answer in time")
 
     def _take(self, limit: Limit, checked: bool = False) -> Any:
-        """A connection for one request; if ``checked``, one that the server has not closed."""
+        """A connection for one request; if ``checked``, it is still open at the server."""
         while True:
             try:
                 line = self._idle.pop()
@@ -739,7 +739,7 @@ def _bounded_parser(parser: Any) -> type:
 
     class Bounded(parser):  # type: ignore[misc]
         def read_response(self, *args: Any, **options: Any) -> Any:
-            # A single read may take as long again.
+            # Limits when a read may begin; the last read has the socket's time-out too.
             self._until = time.monotonic() + (self._socket_timeout or math.inf)
             return super().read_response(*args, **options)
 

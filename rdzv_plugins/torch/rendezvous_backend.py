@@ -16,7 +16,7 @@ from rdzv_plugins.torch.c10d_store import KeyValueStore
 __all__ = ["TORCH_STORE_PREFIX", "KeyValueBackend", "create_backend"]
 
 TORCH_STORE_PREFIX = "torch-store/"
-"""Where the keys of the c10d store stand within a run."""
+"""The prefix of the c10d store's keys within a run."""
 
 # The most bytes of a state; 100,000 nodes need less. torch's handler would load any size.
 _MOST_STATE = 64 << 20
@@ -25,11 +25,11 @@ _MOST_STATE = 64 << 20
 class KeyValueBackend(RendezvousBackend):
     """The state of torch's ``DynamicRendezvousHandler``, one value changed by compare-and-set.
 
-    It stands under ``torch-state``, not ``state``: what torch stores there is its own pickle, which
-    this package's handler must never take for a round document. It is kept compressed, which makes
-    room for four times the nodes where values are small, and lets a corrupt one be told.
+    The key is ``torch-state``, not ``state``: torch stores its own pickle, which this package's
+    handler must never take for a round document. The state is compressed, so that a small value
+    holds four times the nodes, and corruption is detected.
 
-    A user who can write that key can run code on every node, since torch's handler unpickles it.
+    A user who can write this key can run code on every node, because torch's handler unpickles it.
     """
 
     KEY = TORCH_STATE_KEY
@@ -41,7 +41,7 @@ class KeyValueBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """As in ``--rdzv-backend``."""
+        """The name in ``--rdzv-backend``."""
         return self._name
 
     def close(self) -> None:
@@ -61,11 +61,11 @@ class KeyValueBackend(RendezvousBackend):
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        """Replace the state that ``token`` was handed out with; token None: create it.
+        """Replace the state if its token is still ``token``; None: create the state.
 
-        Returns the state that is stored now, its token, and whether it is ours. Any other token, of
-        whatever type, changes nothing. None, as from torch's c10d backend: the token is for a
-        state that is no longer there; torch's handler then creates it again from memory.
+        Returns the state that is stored now, its token, and whether this call has written it. Any
+        other token, of any type, changes nothing. Returns None, like torch's c10d backend, if the
+        state is gone; torch's handler then creates it again from memory.
 
         Raises:
             RendezvousConnectionError: the store could not be reached.
@@ -78,10 +78,10 @@ class KeyValueBackend(RendezvousBackend):
 
 
 def create_backend(params: RendezvousParameters) -> tuple[KeyValueBackend, KeyValueStore]:
-    """A store of this package for a handler of your own, as torch's modules offer it.
+    """A backend and a store of this package for your own handler, like torch's modules offer.
 
     ``DynamicRendezvousHandler.from_backend(params.run_id, store, backend, ...)`` takes both. They
-    share one connection; ``backend.close()`` ends it.
+    share one connection, which ``backend.close()`` ends.
 
     Args:
         params: ``backend``, ``endpoint``, ``run_id`` and ``config`` are used; of the config the
@@ -100,7 +100,7 @@ def _decode(entry: Entry) -> bytes:
     if is_sealed(entry.value):
         raise RendezvousStateError(f"the run {NO_SECRET_HERE}")
     try:
-        # A few megabytes can be a thousand times as many.
+        # Limit the size: a few megabytes may decompress to a thousand times as many.
         unpacks = zlib.decompressobj()
         state = unpacks.decompress(entry.value, _MOST_STATE)
         if unpacks.unconsumed_tail or (not unpacks.eof and len(state) == _MOST_STATE):

@@ -18,7 +18,7 @@ _MODULE = "torch.distributed.run"
 _STATIC = {
     "node_rank": ((0,), "--rdzv-conf rank_order=hint,rank={value} asks for that place"),
     "master_addr": (("127.0.0.1",), "rank 0's address is used, which its --local-addr names"),
-    # An older torch has 29500, a later one None.
+    # The default is 29500 in older versions of torch, None in later versions.
     "master_port": ((None, 29500), "rank 0 opens another port in each round"),
 }
 

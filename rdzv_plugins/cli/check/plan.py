@@ -28,7 +28,7 @@ _COLOURS = {
 
 
 def carry_out(job: Job) -> Iterator[Finding]:
-    """The findings, each as soon as it is made."""
+    """Yield each finding as soon as it is known."""
     yield from job.malformed
     chosen = yield from check_options(job)
     yield from check_address(job, chosen.settings if chosen is not None else Settings())

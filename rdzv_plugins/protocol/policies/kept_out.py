@@ -25,7 +25,7 @@ _DRAINED_KEPT = 64
 
 
 class KeptOut(Policy):
-    """Rule: drain. Rule: exclusions. Hosts in quarantine are kept out like excluded ones."""
+    """Rule: drain. Rule: exclusions. Keeps out drained nodes, and excluded or quarantined hosts."""
 
     def keep_out(
         self, document: RoundDocument, records: Mapping[str, NodeRecord], now: float

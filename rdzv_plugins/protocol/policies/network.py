@@ -1,4 +1,4 @@
-"""Network: who exchanges data with whom, which links failed, and which node is at fault.
+"""Network: which pairs of nodes exchange data, which links failed, which node is at fault.
 
 While a round confirms, each node dials one other node, and all nodes dial rank 0. A node's record
 tells what failed together with its confirmation; the leader decides by the records of all nodes.

@@ -31,7 +31,7 @@ _MOST_DOUBLINGS = 10
 # The losses within the window that put a host into quarantine if quarantine_after is not set.
 _BY_DEFAULT = 3
 
-# A document keeps the strikes of this many hosts, the last ones.
+# A document keeps strikes for this many hosts; the oldest are dropped.
 _HOSTS_KEPT = 32
 
 

@@ -69,7 +69,7 @@ def order_ranks(
         place = {node: index for index, node in enumerate(previous)}
         natural.sort(key=lambda node: place.get(node, len(place)))
     elif rank_order == "hint":
-        # Nodes without a hint follow those with one; sorting is stable, so ties stay natural.
+        # Nodes without a hint come last. Sorting is stable, so ties stay in natural order.
         hints = {node: records[node].hint for node in natural}
         natural.sort(key=lambda node: (hints[node] is None, hints[node] or 0))
     elif rank_order == "topology":

@@ -160,7 +160,7 @@ class Client(EpochClient):
             self._registers.change(self._key(path), partial(_put, None), limit)
 
     def _age(self, epoch: Epoch, mark: Stored, limit: Limit) -> float:
-        # Members share no clock, so the age is as of the member that answered.
+        # Members share no clock, so the answering member's clock gives the age.
         return self._registers.read([self._key(MARK)], limit).get(self._key(MARK), Held()).age
 
     def _park_at(self, path: str, seen: Stored | None, limit: Limit) -> Stored | None:
