@@ -19,7 +19,7 @@ from rdzv_plugins.settings.environment import inherited
 _LOOK_SECONDS = 0.05
 # How many bytes of its output are kept: the last ones, because the reason is at the end.
 _KEPT = 16384
-# A process that the command left behind may write for ever.
+# Stop reading then: a process that the command left behind may write forever.
 _MOST_READS_AFTER_THE_END = 64
 
 

@@ -122,7 +122,7 @@ class Stored(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, data: bytes, guard: Any = None) -> Stored:
-        """Parse the result of `stamped`; of anything else ``value`` is all of it."""
+        """Parse the result of `stamped`; other data becomes ``value`` as a whole, without a version."""
         if data[STAMP_BYTES - 1 : STAMP_BYTES] != b"=":
             return cls(data, "", guard)
         return cls(data[STAMP_BYTES:], data[: STAMP_BYTES - 1].hex(), guard)
@@ -204,7 +204,7 @@ class Wake:
         self._lock = threading.Lock()
         os.set_blocking(self.fd, False)
         os.set_blocking(self._ringer, False)
-        # Not select.select: it cannot take descriptors above 1023. Made once: a node waits often.
+        # Not select.select, which takes no descriptor above 1023. Kept, because a node waits often.
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
         self._other: tuple[int | None, int] = None, 0

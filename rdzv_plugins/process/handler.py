@@ -212,7 +212,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._ended = False
         self._gone = threading.Event()
         # torch's launcher calls no shutdown() after a signal: the node leaves at exit, so that the
-        # others need not wait for its lease. Weak, because atexit would keep the handler alive.
+        # others need not wait for its lease. A weak reference lets the handler be freed before.
         itself = weakref.ref(self)
         self._at_exit = lambda: handler._leave_at_exit() if (handler := itself()) else None
         atexit.register(self._at_exit)

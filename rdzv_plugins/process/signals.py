@@ -52,7 +52,7 @@ def deaf_parent() -> str | None:
     except OSError:
         return None
     status = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    # tini and systemd block signals and wait for them.
+    # A blocked signal counts as handled: tini and systemd block signals and wait for them.
     heeded = int(status["SigCgt"], 16) | int(status["SigBlk"], 16)
     return None if heeded >> (signal.SIGTERM - 1) & 1 else status["Name"]
 

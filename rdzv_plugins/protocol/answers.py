@@ -12,7 +12,7 @@ _BACK_WITHIN = 1.0
 
 
 class Answers:
-    """Since when each accused node of the document has not beaten."""
+    """Measures how long each accused node of the document has been silent."""
 
     def __init__(self) -> None:
         self._beats = FailureDetector()

@@ -55,7 +55,7 @@ class Contact:
 
     def accepted(self, sent: float) -> None:
         """Note that the store accepted a heartbeat; ``sent``: when it was sent."""
-        # Up to now, not to ``sent``: the heartbeat may have reached the store at any time between.
+        # Count the silence up to now: the heartbeat may have reached the store only now.
         self._longest = self.unheard
         self._accepted, self._denied, self.fails = sent, None, False
         self.why_cut_off = ""

@@ -82,8 +82,8 @@ from rdzv_plugins.protocol.situation import (
 from rdzv_plugins.protocol.sizes import Sizes
 from rdzv_plugins.protocol.stalls import stuck
 
-# How long each successor of the leader waits for the successor before it: many times a
-# compare-and-set.
+# How much longer each successor of the leader waits than the successor before it: many times as
+# long as a compare-and-set takes.
 _TURN_SECONDS = 0.05
 
 # The limit of the exponent in `_spread`: max_nodes comes from the store, and is not trusted.

@@ -240,7 +240,7 @@ class Register(Effect[None], frozen=True):
 
 
 class JoinOutcome(msgspec.Struct, frozen=True):
-    """How a join ended: in a round, by a failure with what the node waited for, or by an error."""
+    """How a join ended: with a round, with a failure and its diagnosis, or with an error."""
 
     document: RoundDocument | None = None
     failure: Failure | None = None

@@ -92,7 +92,7 @@ class FailureDetector:
             )
 
     def heard(self, node: str, now: float) -> None:
-        """Note another write of the node: as good as a beat, which a store may forget."""
+        """Note another write of the node, which proves that it lives like a beat does."""
         seen = self._seen.setdefault(node, Watched(None, now, now))
         seen.since, seen.looked, seen.forgiven = max(seen.since, now), now, None
 
@@ -146,7 +146,7 @@ class FailureDetector:
                 seen.forgiven = 0.0 if grace or seen.since > now else None
 
     def discount(self, seconds: float, now: float) -> None:
-        """Take out of every window the seconds in which the observer could not reach the store."""
+        """Shorten every window by ``seconds`` in which the observer could not reach the store."""
         for seen in self._seen.values():
             seen.since = max(seen.since, min(seen.since + seconds, now))
 

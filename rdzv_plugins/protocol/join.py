@@ -89,7 +89,7 @@ class Orders:
 
 
 class Pace:
-    """When the log tells what a join waits for: once the sentence has settled, and every 30 s."""
+    """Decides when to log what a join waits for: once the sentence is stable, and every 30 s."""
 
     def __init__(self, now: float) -> None:
         self._looked = now
@@ -101,7 +101,7 @@ class Pace:
         return now - self._looked >= _SETTLED_SECONDS
 
     def tells(self, sentence: str, now: float) -> bool:
-        """Whether to tell this sentence, which has no seconds, now."""
+        """Whether to log the sentence now; it must not contain seconds, which always change."""
         settled = sentence == self._candidate
         self._looked, self._candidate = now, sentence
         if not (settled and sentence != self._told) and now - self._told_at < _REPEAT_SECONDS:

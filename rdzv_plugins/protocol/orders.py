@@ -36,12 +36,12 @@ _LABEL = re.compile(r"(.+?)(?:\[(\d+)\])?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """The effect of an order, which the document holds unless nothing had to change.
+    """The effect of an order; the document has the order, unless nothing had to change.
 
     Attributes:
-        document: with the order; None: there is no such run, or it is closed.
-        ids: of the nodes that the order is about.
-        nodes: their labels.
+        document: the document with the order; None: there is no such run, or it is closed.
+        ids: the ids of the nodes that the order is about.
+        nodes: the labels of these nodes.
         unknown: names that no node of the run has.
         done: nodes whose workers succeeded, so that the order changed nothing.
         left: how many nodes remain that could be in a round, as far as their records tell.

@@ -52,7 +52,7 @@ class Outages:
         self._failed = True
 
     def ends(self) -> Away | None:
-        """Note that the store answered; None: nothing was wrong."""
+        """Note that the store answered; returns how long it was away, None: it was not away."""
         now, failed, repeated = self._clock(), self._failed, self._repeated
         seconds = now - self._answered - self._paused if self._answered is not None else 0.0
         self._answered, self._paused = now, 0.0

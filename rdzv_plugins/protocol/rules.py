@@ -83,7 +83,7 @@ class Rules:
 
     @classmethod
     def as_stored(cls, document: RoundDocument, leader: NodeRecord | None) -> Rules:
-        """The settings, as the document and the leader's record tell them."""
+        """The settings, read from the document and the leader's record."""
         known = cls(
             min_nodes=document.min_nodes,
             max_nodes=document.max_nodes,
@@ -257,7 +257,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return seen is not None and seen.moved
 
     def lease_and_lag(self, node: str) -> float:
-        """The lease in the node's record, and this node's `lag`."""
+        """The sum of the lease in the node's record and this node's `lag`."""
         record = self.records.get(node) if self.records is not None else None
         if record is None and self.document is not None and node == self.document.leader:
             record = self.leader

@@ -31,7 +31,7 @@ class Sizes:
 
     @classmethod
     def as_stored(cls, document: RoundDocument, leader: NodeRecord | None) -> Sizes:
-        """The sizes, as the document and the leader's record tell them."""
+        """The sizes, read from the document and the leader's record."""
         return cls.of(Rules.as_stored(document, leader))
 
     @property

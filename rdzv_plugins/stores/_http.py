@@ -275,7 +275,7 @@ class Stream:
                 *lines, last = bytes(self._text[:end]).split(b"\n")
                 del self._text[:end]
                 return [*lines, last] if last else lines
-            # http.client would lose its place in a chunk.
+            # Not response.read(): when interrupted, http.client loses its position within a chunk.
             self._take(self._response.fp.read1(1 << 16))
             _refuse_beyond(len(self._text) + len(self._chunks), _MOST_OF_A_LINE)
 

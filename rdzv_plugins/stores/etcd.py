@@ -408,7 +408,7 @@ def _role(status: Mapping[str, Any]) -> Finding:
 
 
 class _Guard(NamedTuple):
-    """The revision of a key, and that of the store when the key was read: a watch begins there."""
+    """The revisions of a key, and of the store when the key was read, at which a watch begins."""
 
     modified: int
     store: int

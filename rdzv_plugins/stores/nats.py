@@ -549,8 +549,8 @@ class Link:
         return watch
 
     async def unless_it_fails(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do ``work``; raises the connection's error meanwhile. A server reports a missing right
-        there, and does not answer the request.
+        """Do ``work``, but raise an error of the connection at once: a server does not answer a
+        request without permission, but reports it as an error of the connection.
         """
         caller, task = asyncio.current_task(), asyncio.ensure_future(work)
         self.tasks.add(task)
