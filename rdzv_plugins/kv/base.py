@@ -122,7 +122,7 @@ class Stored(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, data: bytes, guard: Any = None) -> Stored:
-        """Parse the result of `stamped`; other data becomes ``value`` as a whole, without a version."""
+        """Parse the result of `stamped`; other data is all ``value``, without a version."""
         if data[STAMP_BYTES - 1 : STAMP_BYTES] != b"=":
             return cls(data, "", guard)
         return cls(data[STAMP_BYTES:], data[: STAMP_BYTES - 1].hex(), guard)

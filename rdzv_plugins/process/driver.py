@@ -48,7 +48,7 @@ _PAUSE_AFTER_A_BUG = 1.0
 _WARNED_FINDINGS = ("persistence", "eviction", "TLS")
 # Seconds until a record of the history is written: agents start their workers first.
 _HISTORY_DELAY = 1.0
-# Suffixes of the names of threads beside the node's.
+# Name suffixes of the threads that work beside the node's thread.
 _THREADS = {effects.OpenMaster: "master", effects.DialPeer: "network"}
 # How long a record of the history is retried; servers that elect a leader need about 10 s.
 _HISTORY_SECONDS = 30.0
@@ -99,7 +99,7 @@ class Driver:
         self._to_note: list[tuple[float, datetime, RoundRecord]] = []
         self._note_at = 0.0
         self._stopping = threading.Event()
-        # Queues, because the exception of a signal could leave a condition's lock held.
+        # Queues, not conditions: a signal's exception could leave a condition's lock held.
         self._nudges: SimpleQueue[None] = SimpleQueue()
         self._outcomes: SimpleQueue[effects.JoinOutcome] = SimpleQueue()
         self._outage_since: float | None = None
@@ -437,7 +437,7 @@ class Driver:
 
 
 class _Aside:
-    """Work in a thread beside the node's.
+    """Work in a thread beside the node's thread.
 
     Attributes:
         done: set when the work is done or has failed.
@@ -464,7 +464,7 @@ def _put_record(client: KeyValueClient, archive: Archive, it: effects.PutRecord)
 
 
 def _drop_stores(client: KeyValueClient, archive: Archive, it: effects.DropStores) -> None:
-    """Delete all c10d stores except of this incarnation's rounds from ``before`` on."""
+    """Delete all c10d stores, but keep this incarnation's rounds from ``before`` on."""
     keys = []
     for key in client.list(STORE_PREFIX):
         run, _, rest = key.removeprefix(STORE_PREFIX).partition("/")

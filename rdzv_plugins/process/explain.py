@@ -151,7 +151,7 @@ class Refusal:
 def what_failed(error: BaseException) -> str:
     """Why this node closes the run as failed, for people at the other nodes."""
     if not isinstance(error, ChildFailedError):
-        # The text of other errors may hold anything.
+        # Leave out the texts of other errors, which may hold anything.
         text = f": {' '.join(str(error).split())}" if isinstance(error, OSError) else ""
         return f"its agent failed ({type(error).__name__}{text[:_LONGEST_REASON]})"
     rank, first = error.get_first_failure()

@@ -48,7 +48,7 @@ __all__ = ["create_handler", "rules_of"]
 
 log = logging.getLogger(__name__)
 
-# Within this time a store that pushes wakes a node, and the node writes its heartbeat.
+# Seconds within which a store that pushes wakes a node, and the node writes its heartbeat.
 _ANSWER_SECONDS = 0.5
 # The time limit of requests for history and exclusions: the node sends no heartbeat meanwhile.
 _OPTIONAL_SECONDS = 1.0

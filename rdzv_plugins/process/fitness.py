@@ -96,7 +96,7 @@ class Fitness:
             self._gate.close()
 
     def _why_unfit(self, checks: bool, has_had_workers: bool) -> str | None:
-        # Before its first workers, the node's own threads and requests show what this host lacks.
+        # Not before the first workers: until then the node's own threads show what the host lacks.
         if has_had_workers and (missing := missing_for_workers()) is not None:
             return f"no worker can start: {missing}"
         return self._gate.check() if checks and self._gate is not None else None

@@ -80,7 +80,7 @@ class Guard:
         self._say(_EXPECTED + f"{variable}={value}".encode().hex())
 
     def watch(self, workers: Iterable[int]) -> None:
-        """Replace the named processes, which end with this process."""
+        """Replace the processes that the guard kills when this process ends."""
         self._named = tuple(workers)
         self._say(" ".join(map(str, self._named)))
 

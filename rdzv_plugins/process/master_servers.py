@@ -29,7 +29,7 @@ class MasterServers:
         address: where other nodes reach this node.
         ports: where a TCPStore may listen.
         option: the value of ``master_port``, for messages.
-        name: of the thread that listens before torch does.
+        name: the name of the thread that listens before torch does.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class Notice:
     def __init__(self, handler: StoreRendezvousHandler, seconds: float) -> None:
         self._handler = handler
         self._seconds = seconds
-        # torch's handlers, while this notice stands in for them.
+        # torch's handlers, while they are replaced.
         self._torchs: dict[signal.Signals, Any] = {}
         # The first signal, and when it came.
         self._signal: signal.Signals | None = None

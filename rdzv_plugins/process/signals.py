@@ -34,7 +34,7 @@ _NEVER = (
     signal.SIGURG,
     signal.SIGWINCH,
 )
-# torch's launcher puts --signals-to-handle here before it creates the rendezvous handler.
+# torch's launcher puts --signals-to-handle into this variable before it creates the handler.
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _TORCHS = "torch.distributed.elastic"
 

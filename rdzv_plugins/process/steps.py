@@ -33,7 +33,7 @@ from rdzv_plugins.protocol.progress import Doing, Progress, Resumed, Trained
 
 log = logging.getLogger(__name__)
 
-# Words of the head, of a proposal, and of a slot.
+# Indexes of words: in the head, in a proposal, and in a slot.
 _LATEST, _RANKS = 0, 1
 _FIRST_PROPOSAL, _PROPOSALS = 2, 16
 _FIRST_SLOT = _FIRST_PROPOSAL + 2 * _PROPOSALS
@@ -72,7 +72,7 @@ class UndecidedError(RuntimeError):
 
 
 class Steps:
-    """The agent's side; new memory for each round. Its methods never raise.
+    """The agent's side of the shared memory, which is new in each round. No method raises.
 
     Args:
         warn: takes a line for the log.
@@ -254,7 +254,7 @@ class _Pace:
 
 
 class Slot:
-    """A worker's side: the memory of its round and its own slot."""
+    """A worker's side of the shared memory: its round's memory and its own slot."""
 
     def __init__(self, path: str, world_id: str, local_rank: int, local_world_size: int) -> None:
         if not 0 <= local_rank < local_world_size <= _MOST_RANKS:
@@ -265,7 +265,7 @@ class Slot:
                 raise OSError(f"{path} is not of round {world_id}")
             self._words = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("q")
         self._slot = slot = _FIRST_SLOT + _SLOT * local_rank
-        # A worker's child inherits its environment, and may count steps of its own.
+        # Refuse a worker's child, which inherits the environment and may count its own steps.
         other = self._words[slot + _PID]
         if other not in (0, os.getpid()) and os.path.exists(f"/proc/{other}"):
             raise OSError(f"process {other} tells the steps of this rank")
@@ -326,7 +326,7 @@ class Slot:
             return
         at = _proposal(latest - 1)
         deadline = time.monotonic() + _SAVED_PATIENCE
-        # The round ends now, and a further step of this rank would be lost.
+        # Wait, because the round ends now, and a further step of this rank would be lost.
         while words[at] <= number and words[at + 1] == _Verdict.AGREED:
             if time.monotonic() > deadline or words[_LATEST] != latest:
                 return

@@ -161,7 +161,7 @@ def _asks(at: Situation, node: str) -> bool:
     return record is not None and record.asks
 
 
-# Rows for every node: by what it remembers, whatever the store holds.
+# Rows for every node: decisions from its memory, whatever the store holds.
 
 
 def _start_what_ran(view: View) -> Action | None:

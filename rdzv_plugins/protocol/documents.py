@@ -77,7 +77,7 @@ _NAMES_SHOWN = 4
 
 
 def store_prefix(incarnation: str, round_: int) -> str:
-    """The prefix of a round's c10d store; no two runs of one id share one."""
+    """The prefix of a round's c10d store; it differs between successive runs of one id."""
     return f"{STORE_PREFIX}{incarnation}/{round_}/"
 
 

@@ -43,11 +43,11 @@ class Lead:
         self._seen, self._heartbeat = seen, heartbeat
         # The version of the bell as last heard.
         self._bell: Version | None = None
-        # The round to tidy up after, the round before it, and the seconds that it took to form.
+        # The round after which to tidy up, the round before it, and how long it took to form.
         self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
         # The round whose first step is still to record; its record, and the record's date.
         self._stepless: tuple[RoundDocument, RoundRecord, float] | None = None
-        # The seconds until the loss was noticed, and then until the participants were named.
+        # Seconds from a loss until it was noticed, and from then until the participants were named.
         self._noticed = 0.0
         self._gathered = Durations()
         # The shards of the document, and the age of the document at which they are written again.
@@ -56,8 +56,8 @@ class Lead:
         # When the deadline of the run's keys is renewed, and whether this leader has done so.
         self._expiry_due = own.clock()
         self._expires = False
-        # The incarnation for which this node reads earlier exclusions, since when, when it tries
-        # next, and the answer.
+        # Earlier runs' exclusions: the incarnation that needs them, since when this node reads
+        # them, when it tries next, and the answer.
         self._looks_back_for, self._looks_back_since, self._looks_back_at = "", 0.0, 0.0
         self._carried: tuple[Exclusion, ...] | None = None
 
@@ -114,7 +114,7 @@ class Lead:
             yield from Expire(self._rules.abandoned)
 
     def tidy_up(self) -> Effects[bool]:
-        """Note a round, and tidy up after it, once its agents are released; then its first step.
+        """Record a running round and tidy up after it; in a later call, record its first step.
 
         Returns whether there was something to do.
         """

@@ -45,12 +45,12 @@ class Neighbours:
         self._contact, self._orders = contact, orders
         # Reports of links that `take_up_evidence` has not read: a node, and whether it is gone.
         self._evidence: deque[tuple[str, bool]] = deque()
-        # When the next links are due; by linked node, its listener's endpoint (None: it has none).
+        # When links are due next. By linked node: the endpoint of its listener (None: no listener).
         self._due_at = math.inf
         self._endpoints: dict[str, str | None] = {}
         # The round for which the links are made, and its leader if that is one of the linked nodes.
         self._linked_for: tuple[str, str | None] = "", None
-        # This node is the first node of a shard, and there are several shards.
+        # Whether this node is the first node of a shard, and there are several shards.
         self._leads_shard = False
         # This node's last Standing, the others' Standings, and whether the others' are new.
         self._said = Standing.ACCEPTED
@@ -59,7 +59,7 @@ class Neighbours:
         # The accusation that this node has answered, and its incarnation.
         self._answers: tuple[str, Accusation] | None = None
 
-    # In any thread.
+    # Methods for any thread.
 
     def report_dead(self, node: str) -> None:
         """Report that a node's process has ended, as far as a link tells."""
@@ -82,7 +82,7 @@ class Neighbours:
         """Whether the node has not taken up a report yet."""
         return bool(self._evidence) or self._others_reported
 
-    # In the thread that drives the node.
+    # Methods for the thread that drives the node.
 
     def news(self) -> KeepLinks | None:
         """What to say over links now, even during a request, because others decide by it."""

@@ -230,7 +230,7 @@ class Observer:
         return document
 
     def _begin_windows(self, was: RoundDocument | None, document: RoundDocument) -> None:
-        """Restart all windows for a new leader; a deposed leader's window stays, to prove its loss."""
+        """Restart all windows for a new leader; a deposed leader's stays, to prove its loss."""
         deposed = was.leader if was and document.leader == self._me else None
         lost = deposed is not None and self._has_lost(deposed, self.leader)
         self._outlived = deposed if lost else None

@@ -36,7 +36,7 @@ _LOOK_SECONDS = 0.5
 
 
 class Parting(StrEnum):
-    """How it ended: the node left, it closed the run, or the run no longer counted on the node."""
+    """How a node parted: it left, it closed the run, or the run no longer counted on it."""
 
     LEFT = "left"
     CLOSED = "closed"
@@ -109,7 +109,7 @@ class Service:
         return address, int(port)
 
     def fails_again(self) -> bool:
-        """Note that its workers failed; returns whether this new node costs others too much."""
+        """Note that the node's workers failed; returns whether this new node costs others too much."""
         if not self.is_new:
             return False
         self._failures += 1

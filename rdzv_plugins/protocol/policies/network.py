@@ -174,7 +174,7 @@ def _not_to_host(
 
 
 def still_not_to_host(faults: Faults) -> Faults:
-    """The faults of a running round that count for the next one."""
+    """The faults of a running round that count for the next round."""
     return Faults(not_to_host=faults.not_to_host) if faults.not_to_host else NO_FAULTS
 
 
