@@ -99,7 +99,7 @@ _UNRESOLVED = re.compile(
 # Modules whose errors mean that an answer could not be parsed.
 _PARSERS = {*sys.stdlib_module_names, msgspec.__name__}
 
-# Seconds by which this host's clock may differ from a server's.
+# A smaller difference between this host's and a server's clock, in seconds, is not reported.
 _CLOCK_SECONDS = 30.0
 
 # For this many keys a client remembers since when they are unchanged, to poll them less often.

@@ -164,7 +164,7 @@ class Listener:
 
     def close_in_child(self) -> None:
         """Close a forked child's copies of the sockets; they stay open in the parent."""
-        # The selector is shared, so closing a socket does not wake it.
+        # Do not unregister them: the child shares the selector with its parent.
         for it in (self._server, self._wakes, self._woken, *(line.socket for line in self._lines)):
             it.close()
 

@@ -27,7 +27,7 @@ _TIMES = 4.0
 
 
 def answered_within(view: View, record: NodeRecord) -> float:
-    """Seconds within which this accused node answers, if it lives."""
+    """Seconds within which a live accused node answers."""
     return _least(view) + _TIMES * max(view.latency, record.slow / 1000)
 
 
@@ -38,14 +38,14 @@ def _least(view: View) -> float:
 def until_answered(view: View, node: str, record: NodeRecord) -> float:
     """Seconds until the next look at an accused node's answer; 0: it did not answer in time."""
     silence, least = view.unanswered.get(node, 0.0), _least(view)
-    # Wait `_least` first: this node knows its own delay best after a wait.
+    # Wait `_least` first, because `View.latency` is only known after a wait.
     return max(0.0, (least if silence < least else answered_within(view, record)) - silence)
 
 
 def naming_the_accused(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> RoundDocument | None:
-    """The document that also names newly accused nodes; None: there are none to name."""
+    """The document with newly accused nodes; None: there are none."""
     if view.rules.answer is None:
         return None
     accused = _accused(document, records)
@@ -62,7 +62,7 @@ def naming_the_accused(
 def with_verdicts(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> RoundDocument:
-    """The document where accused nodes that have not answered in time are lost."""
+    """The document after marking accused nodes without an answer in time as lost."""
     if view.rules.answer is None or not document.accused:
         return document
     accused = _accused(document, records)

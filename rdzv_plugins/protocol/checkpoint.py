@@ -28,7 +28,7 @@ class OwnCheckpoint:
         self._agreed: int | None = None
 
     def take_up(self, document: RoundDocument | None) -> None:
-        """Answer the step that the run has named, or tell the workers what has become of it."""
+        """Answer the step that the run has named, or tell the workers the run's decision."""
         record = self._heartbeat.record
         if document is None or document.phase is not Phase.RUNNING:
             return

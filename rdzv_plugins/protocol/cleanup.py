@@ -71,7 +71,7 @@ def close_run(
         document = _readable(entry, latest)
         if document is None and latest is not None:
             if (yield from ReadTombstone(latest.incarnation)):
-                # The keys that this node wrote since the sweep would never expire.
+                # Delete this node's record: keys that were written after the sweep never expire.
                 yield from Drop((NODES_PREFIX + node_id,))
                 return True
             # A waiting node needs only the end, not the names of thousands of nodes.
@@ -113,12 +113,12 @@ def _closed(
     if document.closed:
         if (document.outcome, outcome) != (Outcome.CLOSED, Outcome.FAILED):
             return None
-        # The nodes that still train would wait for this node's workers for ever.
+        # Mark the run as failed: nodes that still train would wait for this node's workers forever.
         failed = replace(document, outcome=outcome, cause=Cause(note=why))
         return failed if document.names(node_id) else None
     if not may_close(document):
         return None
-    # since=0, because the archive has the time of the end.
+    # Without the time of the end (since=0), which the archive has.
     return replace(document, phase=Phase.CLOSED, outcome=outcome, cause=Cause(note=why), since=0)
 
 

@@ -71,7 +71,7 @@ class Contact:
         self._denied = None
 
     def hear(self, others: Collection[Standing]) -> None:
-        """Note what all other nodes say over links."""
+        """Note the `Standing` of all other nodes with links."""
         if Standing.LOST in others:
             self._apart = -math.inf
         elif Standing.ACCEPTED not in others:
@@ -85,11 +85,11 @@ class Contact:
         return self._apart == -math.inf
 
     def workers_start(self) -> None:
-        """The agent is given a round: earlier silence concerns none of its workers."""
+        """Forget earlier silence: the agent is given a round, and starts new workers."""
         self._longest, self._stopped = 0.0, None
 
     def workers_stopped(self) -> None:
-        """The agent asks for a round, so its workers have stopped."""
+        """Note that the workers have stopped, because the agent asks for a round."""
         if self._stopped is None:
             self._longest, self._stopped = self.unheard, self._clock()
 
@@ -118,7 +118,7 @@ class Contact:
 
     @property
     def _is_refused_with_all(self) -> bool:
-        """Whether the store refused this node for its lease, and by the links refuses all nodes."""
+        """Whether the store has refused this node for a lease, and all linked nodes too."""
         over = self._clock() - self._accepted >= self._rules.lease
         return over and self._denied is not None and self._apart is None
 
@@ -133,7 +133,7 @@ class Contact:
         self.why_cut_off = self._why
 
     def news(self, at_work: bool, patience: float, error: Exception) -> Iterator[tuple[str, str]]:
-        """Lines for the log, each once, by their kind; ``patience``: seconds of a join."""
+        """New lines for the log: (kind, text), each kind once; ``patience``: seconds of a join."""
         if self.why_cut_off and "cut off" not in self._told:
             yield (
                 "cut off",

@@ -106,7 +106,7 @@ _Leads: TypeAlias = Callable[[View, Situation], Action | None]
 def decide(view: View) -> Action:
     """The next thing that this node does."""
     action = _decide(view)
-    # Checked last, because a round that runs by now is no failure.
+    # Check the time-out last, because a join whose round runs by now has not failed.
     if _is_over_time(view) and not isinstance(action, (Start, Fail)):
         return Fail(Failure.TIMEOUT)
     return action
@@ -275,14 +275,14 @@ _BY_WHAT_IT_HAS_READ: tuple[_Decides, ...] = (
 
 
 def _give_up(view: View, document: RoundDocument) -> Action | None:
-    """Drain and network check: end the join of a node that policies have no place for."""
+    """Drain and network check: end the join of a node that a policy lets leave."""
     if not view.joining or (why := policies.leaves(view, document)) is None:
         return None
     return Fail(why)
 
 
 def _give_up_the_lead(view: View, document: RoundDocument) -> Action | None:
-    """Lead: give up the lead if listings fail; other nodes see only its heartbeats."""
+    """Lead: give up the lead if listings fail, which other nodes cannot see."""
     return Abdicate(replace(document, leader=None)) if view.cannot_list else None
 
 
@@ -320,7 +320,7 @@ def _stay_out_of_another_size(view: View, document: RoundDocument) -> Action | N
         return ListRecords()
     holders = {*(document.participants or document.previous), document.leader}
     if not document.is_whole:
-        # Any node may be one of its nodes.
+        # Any record, and a missing roster, may be of the run's nodes.
         holders |= {node for node, it in view.records.items() if fits(it, document)} | {MISSING}
     holders -= {view.me, None}
     if any(view.moved(str(node)) for node in holders):
@@ -344,7 +344,7 @@ def _stay_out_of_another_size(view: View, document: RoundDocument) -> Action | N
 
 
 def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
-    """Consistency: what a node does that has a rank and has not confirmed it."""
+    """Consistency: a node with an unconfirmed rank confirms it, or asks for another round."""
     if view.me not in document.ranks or _has_confirmed(view, document):
         return None
     if view.record.asks and round_in(document, view.record) >= document.round:
@@ -464,7 +464,7 @@ def _successor_pause(view: View, document: RoundDocument) -> float:
         # If the roster is in shards, this node knows only its own rank.
         rank -= len({document.leader, *document.lost}.intersection(before))
         turn = min(turn, _TURN_SECONDS * rank)
-    # A node that could not lead before waits for all others.
+    # A node that has abdicated lets all others go first.
     return turn + view.rules.lease if view.abdicated else turn
 
 
@@ -628,7 +628,7 @@ def _await_the_doubted(view: View, at: Situation) -> Action | None:
 
 
 def _name_the_gone(view: View, at: Situation) -> Action | None:
-    """Name the gone nodes, even if they had asked: the round may wait for replacements."""
+    """Name the gone nodes, even if they had asked, while the round waits for replacements."""
     return Write(without_the_gone(at, at.gone)) if at.gone and not at.is_full else None
 
 
@@ -734,7 +734,7 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
 
 
 def _note_the_lost(view: View, at: Situation) -> Action | None:
-    """Note lost participants without which the round goes on, and participants that are back."""
+    """Update the lost participants of a round that goes on without them."""
     if at.absent == {*at.document.lost}:
         return None
     return Write(replace(at.document, lost=tuple(sorted(at.absent))))
@@ -757,7 +757,7 @@ def _say_that_it_finishes(view: View, at: Situation) -> Action | None:
 
 
 def _drop_what_came_to_nothing(view: View, at: Situation) -> Action | None:
-    """Drop an order to grow or to restart: no node waits, or a node is done."""
+    """Drop an order to grow or restart that is void: no node waits, or a node is done."""
     if (at.document.resize or at.document.restart) and seconds_left(view, at) is None:
         return Write(replace(at.document, resize=False, restart=""))
     return None

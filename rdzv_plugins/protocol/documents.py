@@ -55,7 +55,7 @@ STORE_PREFIX = "store/"
 
 SCHEMA = 2
 
-# Enough for millions of nodes. A reader makes the key of each shard, so the number is limited.
+# Enough for millions of nodes. Limited, because a reader makes the key of each shard.
 _MOST_SHARDS = 1 << 16
 
 # Stored under short names, because a leader reads thousands of records.
@@ -166,7 +166,7 @@ class Names(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.first) + self.more
 
     def plus(self, labels: Iterable[str]) -> Names:
-        """These nodes and others."""
+        """These nodes and the nodes with ``labels``."""
         fresh = sorted(set(labels) - set(self.first))
         if not fresh:
             return self
@@ -174,7 +174,7 @@ class Names(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Names((*self.first, *fresh[:room]), self.more + max(0, len(fresh) - room))
 
     def and_more(self, nodes: int) -> Names:
-        """These nodes and others whose labels are unknown."""
+        """These nodes and further ``nodes`` without known labels."""
         return Names(self.first, self.more + nodes) if nodes else self
 
     def without(self, labels: Collection[str]) -> Names:
@@ -250,7 +250,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return replace(self, unfit=tuple({**dict(self.unfit), **unfit}.items())[:_NAMES_SHOWN])
 
     def found(self, gone: Mapping[str, Accusation]) -> Cause:
-        """This cause with the nodes, by label, whose processes have ended, and who found out."""
+        """This cause with the nodes, by label, whose processes have ended, and their accusers."""
         if not gone:
             return self
         by = {**dict(self.by_accusation), **{label: it.by for label, it in gone.items()}}
@@ -296,7 +296,7 @@ class Exclusion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Accusation(msgspec.Struct, frozen=True, array_like=True):
-    """A node that has to show that it lives, by a beat above ``beat``.
+    """A node that must prove that it lives, by a beat above ``beat``.
 
     Attributes:
         by: the label of the accuser.
@@ -512,7 +512,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def edited(self) -> RoundDocument:
-        """The document with the edition of the next write."""
+        """The document with its edition increased for the next write; edition 0 stays."""
         return replace(self, edition=self.edition + 1) if self.edition else self
 
     @property
@@ -745,7 +745,7 @@ class NodeRecord(
         return self.status is Status.LEFT and self.unfit != ""
 
     def accepts(self, step: int) -> bool | None:
-        """Whether its workers wait at a step that was named; None: it has not answered."""
+        """Whether its workers wait at the named ``step``; None: the node has not answered."""
         if self.answer is None or self.answer[0] != step:
             return None
         return self.answer[1] < step
@@ -756,7 +756,7 @@ class NodeRecord(
     @classmethod
     def decode(cls, data: bytes) -> NodeRecord:
         """Raises `RendezvousStateError` for anything that `encode` did not write."""
-        # A leader decodes thousands at each look: expensive checks run only for new values.
+        # A leader decodes thousands of records at each listing, so make expensive checks rarely.
         try:
             if len(data) > RECORD_BYTES:
                 refuse_size(data, RECORD_BYTES)
@@ -794,7 +794,7 @@ def at_work(
     records: Mapping[str, NodeRecord],
     is_silent: Callable[[str], bool],
 ) -> Names:
-    """The nodes whose workers go on in a run that was closed by request."""
+    """The nodes whose workers train on in a run that was closed by request."""
     if document.outcome is not Outcome.CLOSED:
         return NOBODY
     runs = (node for node, it in records.items() if it.status is Status.RUN and not is_silent(node))

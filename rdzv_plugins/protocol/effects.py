@@ -114,7 +114,7 @@ class OpenMaster(Begin, frozen=True):
 
     @property
     def wakes(self) -> bool:
-        """Always, because the work begins before the node writes the round, and may take longer."""
+        """Always: the work begins before the node writes the round, and may end later."""
         return True
 
 
@@ -135,7 +135,7 @@ class DialPeer(Begin, frozen=True):
 
 
 class DropStores(Effect[None], frozen=True):
-    """Delete the c10d stores of other incarnations and of the rounds below ``before``."""
+    """Delete the c10d stores of other incarnations, and of this one's rounds below ``before``."""
 
     incarnation: str
     before: int

@@ -65,8 +65,8 @@ class FailureDetector:
     def observe(self, node: str, beat: int | None, asked: float, now: float) -> None:
         """Note a look at a node's beat; None: it has no record.
 
-        The answer of ``now`` may be as old as the question of ``asked``. A beat that stands still
-        is known to have done so up to ``asked``; a beat that moved may have moved at ``now``.
+        The node was read between ``asked`` and ``now``. A beat that stands still has certainly
+        stood still only up to ``asked``; a beat that moved may have moved at ``now``.
         """
         seen = self._seen.get(node)
         last = beat if beat is not None else seen.last if seen is not None else -1
@@ -75,7 +75,7 @@ class FailureDetector:
             since = max(now, self.grace_ends)
             self._seen[node] = Watched(beat, since, now, forgiven=forgiven, last=last)
         elif beat == seen.beat or (seen.was_absent if beat is None else beat <= seen.last):
-            # A beat that is the same or lower is no sign of life: no node writes it again.
+            # The same or a lower beat is no sign of life, because no node writes it again.
             # `RecordCache` decides whether a lower beat is believed.
             seen.beat, seen.last, seen.looked, seen.stale = beat, last, asked, False
         elif seen.stale:

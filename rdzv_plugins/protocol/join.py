@@ -20,7 +20,7 @@ from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.rules import Own, View
 from rdzv_plugins.protocol.situation import waits_for_a_living_round
 
-# Tell a changed sentence once it has stood this long, not at each step of a forming round.
+# Log a changed sentence once it is unchanged for this long, not at each step of a forming round.
 _SETTLED_SECONDS = 1.0
 _REPEAT_SECONDS = 30.0
 
@@ -210,7 +210,7 @@ class Join:
         self.deadline = self._clock() + self._timeout
 
     def succeed(self, document: RoundDocument) -> None:
-        """Note the round that the agent is given."""
+        """Note that the agent is given this round."""
         self.given, self.suspect = document, False
         self.rounds[document.incarnation] = document.round
 
@@ -237,7 +237,7 @@ class Join:
 
     @property
     def has_asked_for_a_lease(self) -> bool:
-        """Whether live nodes of the run would have shown it since this node asked."""
+        """Whether this node has asked for so long that live nodes would have shown themselves."""
         return self._clock() >= self.asked_at + self._rules.lease + self._rules.interval
 
     def is_hopeless(self, error: Exception) -> bool:

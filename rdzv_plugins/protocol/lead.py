@@ -135,7 +135,7 @@ class Lead:
         return True
 
     def _note_first_step(self) -> Effects[bool]:
-        """Note the first step of the round that runs, once all ranks have finished it."""
+        """Record the first step of the running round, once all ranks have finished it."""
         if self._stepless is None:
             return False
         document, record, at = self._stepless
@@ -162,7 +162,7 @@ class Lead:
         waits = document.phase in (Phase.FORMING, Phase.CONFIRMING)
         age = self._clock() - self._seen.since.document
         if waits and self._shards and age >= self._shards_due:
-            # A fail-over may have lost the shards and kept the document.
+            # Write the shards again: a fail-over may have lost them and kept the document.
             self._shards_due *= 2
             yield from PutShards(self._shards)
             return True
@@ -191,7 +191,7 @@ class Lead:
         return document is not None and document.incarnation == self._looks_back_for
 
     def _look_back(self, document: RoundDocument) -> Effects[None]:
-        """Read the exclusions of earlier runs, once; an excluded node is taken out later."""
+        """Read the exclusions of earlier runs once; a later decision takes excluded nodes out."""
         now = self._clock()
         if not self._looks_back_in(document):
             self._looks_back_for, self._carried = document.incarnation, None

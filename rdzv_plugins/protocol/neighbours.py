@@ -74,7 +74,7 @@ class Neighbours:
     def report_others(self, others: frozenset[Standing]) -> None:
         """Report the `Standing` of all other ends of links; `ACCEPTED` for a missing link."""
         self._others, self._others_reported = others, True
-        self._hear_others()  # At once, because a request may outlast this node's lease.
+        self._hear_others()  # Now, because a request may outlast this node's lease.
         self._orders.wake()
 
     @property
@@ -85,7 +85,7 @@ class Neighbours:
     # Methods for the thread that drives the node.
 
     def news(self) -> KeepLinks | None:
-        """What to say over links now, even during a request, because others decide by it."""
+        """The new standing for the links; None: no change. Sent even during a request."""
         if not self._heartbeat.record.link or (standing := self._standing) is self._said:
             return None
         self._said = standing
@@ -113,7 +113,7 @@ class Neighbours:
                 self._heartbeat.require()
 
     def take_up_evidence(self) -> Effects[None]:
-        """Accusations: say in this node's record which nodes are gone, or are back."""
+        """Accusations: write into this node's record which nodes are gone or back."""
         while self._evidence:
             node, is_gone = self._evidence[0]
             accuses = dict(self._heartbeat.record.accuses)
@@ -155,7 +155,7 @@ class Neighbours:
         return (document.incarnation, accusation) if accusation is not None else None
 
     def begin(self, document: RoundDocument) -> None:
-        """The agent is given this round: accusations of nodes outside of it are over."""
+        """Drop accusations of nodes outside the round that the agent is given."""
         accuses = self._heartbeat.record.accuses
         named = tuple(it for it in accuses if it[0] in document.ranks)
         self._heartbeat.amend(accuses=named)

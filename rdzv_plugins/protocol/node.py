@@ -129,7 +129,7 @@ class Node:
         self._master = Master(rules.lease, clock)
         self.neighbours = Neighbours(own, seen, heartbeat, join, self._contact, self.orders)
         self._network = NetworkCheck(node_id, rules.lease, clock, seen.read_record)
-        # The store refused a request of this node, so the node reads before it beats again.
+        # Whether the node must read before it beats, because the store refused a request.
         self._reads_first = False
         # The document by which `_waiting` was last computed.
         self._judged: RoundDocument | None = None
@@ -138,7 +138,7 @@ class Node:
         # The kinds and keys of the remarks in the log.
         self._told: set[tuple[str, object]] = set()
 
-    # For other threads.
+    # Members for other threads.
 
     @property
     def record(self) -> NodeRecord:
@@ -169,7 +169,7 @@ class Node:
 
     @property
     def _is_at_work(self) -> bool:
-        # No node of a closed run goes on without this one.
+        # In a closed run the other nodes do not go on without this node.
         runs = self.record.status is Status.RUN and self._join.given is not None
         return runs and not self._join.waits and not self._seen.closed
 
@@ -235,7 +235,7 @@ class Node:
         self._seen.outages.repeats()
         self._contact.fails = True
 
-    # For the thread that drives.
+    # Members for the thread that drives the node.
 
     def run(self) -> Effects[None]:
         """Live until the driver stops asking."""
@@ -265,7 +265,7 @@ class Node:
             yield from Drop((NODES_PREFIX + self.id,))
 
     def _leave(self) -> Effects[None]:
-        """Say that this node is in no round, and leave the lead to others."""
+        """Write that this node is in no round, and give up the lead."""
         unfit = self.record.unfit if self.orders.unfit is None else self.orders.unfit
         if self.orders.joins:
             unfit = ""  # The node is fit again, and has not written so yet.
@@ -291,7 +291,7 @@ class Node:
                 return
             document = seen.arriving or seen.document
             if document is not self._judged and not self._join.waits:
-                # At once, because the requests before the next decision may take long.
+                # Update the answer now, as the requests before the next decision may take long.
                 self._judged = document
                 self._waiting = nodes_waiting(replace(self.view(), document=document))
             if (news := self.neighbours.news()) is not None:
@@ -302,7 +302,7 @@ class Node:
             except (RendezvousConnectionError, RendezvousStateError) as failure:
                 error = failure
             if isinstance(request, _PAUSES):
-                # It is unknown when the store went away during a wait.
+                # Count the whole wait as a pause, as the store may have gone away late in it.
                 seen.paused(min(request.seconds, self._clock() - asked))
                 if self._clock() - asked > request.seconds:
                     seen.delays.overslept = self._clock() - asked - request.seconds
@@ -345,7 +345,7 @@ class Node:
         if waits_for_a_living_round(view):
             self._join.start_over()  # torch's redundant nodes start over too.
         elif view.is_late and not isinstance(action, _ENDS):
-            # The node has a rank: its round may be about to run.
+            # One more lease for a node with a rank, whose round may be about to run.
             self._join.deadline = seen.since.document + self.rules.lease
         if isinstance(action, _TELLS):
             yield from self._join.tell_news()
@@ -641,7 +641,7 @@ class Node:
         sealed = isinstance(error, SealedRunError)
         damaged = isinstance(error, CorruptDocumentError) and not sealed
         if damaged and self._join.has_asked_for_a_lease:
-            # Live nodes of the run would have written the document again.
+            # Overwrite the document: live nodes of the run would have written it again.
             self._seen.unbelieved.is_overwritten = True
         elif self._join.waits and not self.orders.withdraws and self._join.is_hopeless(error):
             self._join.waits = False

@@ -204,7 +204,7 @@ class Observer:
             self._without_tombstone.clear()
 
     def _decode(self, entry: Entry | None) -> RoundDocument | None:
-        """None for an unbelieved document: live nodes write theirs again."""
+        """The document; None also if it is not believed, as live nodes write theirs again."""
         if entry is None:
             return None
         try:
@@ -329,7 +329,7 @@ class Observer:
             document = yield from self._complete(document, records, asked)
         named = {*document.participants, *document.previous}
         if document.leader is not None:
-            # A leader without a record must be found dead too.
+            # Watch a leader without a record too, so that its loss is noticed.
             named.add(document.leader)
         watched = {*records, *named}
         self.liveness.keep(watched if document.is_whole else {*watched, MISSING})
@@ -386,7 +386,7 @@ class Observer:
             return
         now, lease = self._clock(), self._rules.lease
         if away.is_outage:
-            # Read no more than usual, because a slow store gets no extra work.
+            # Order no extra reads, because the store may be slow.
             self.liveness.restart(now, lease)
             self.progress.restart(now, lease)
             self.listed_since = now

@@ -94,7 +94,7 @@ def drain(
 
     Args:
         giver: the id that rings the leader's bell.
-        names: of nodes, or of hosts for all their nodes.
+        names: names of nodes, or of hosts, which stand for all their nodes.
         now: seconds since the epoch.
         may: asked before anything is changed, with what the order would do; False: change nothing.
         is_silent: whether a node is known to be dead.
@@ -140,7 +140,7 @@ def restart(
 
 
 def resize(giver: str) -> Effects[Given]:
-    """Let in the waiting nodes (`Given.nodes`), whatever the run's options say."""
+    """Let the waiting nodes (`Given.nodes`) in, even if the run's options keep them out."""
     document, records = yield from _look()
     if document is None:
         return Given()
@@ -270,7 +270,7 @@ def _give_if(
     given: Callable[[RoundDocument], Given],
     may: Callable[[Given], bool],
 ) -> Effects[Given]:
-    """Give an order if ``may`` agrees to what the order would do."""
+    """Give an order if ``may`` accepts its effect."""
     had_enough = not given(document).lacks
 
     def of(run: RoundDocument) -> Given:

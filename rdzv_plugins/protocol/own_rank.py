@@ -53,7 +53,7 @@ class OwnRank:
         self._me, self._inline = node_id, inline
         # This node's rank, by the digest of the roster.
         self._ranks: dict[str, dict[str, int]] = {}
-        # Per roster digest: the nodes of this node's shard, in rank order.
+        # By roster digest: the nodes of this node's shard, in rank order.
         self._shard_nodes: dict[str, tuple[str, ...]] = {}
 
     def read(self, document: RoundDocument) -> Effects[RoundDocument]:

@@ -109,14 +109,14 @@ class Service:
         return address, int(port)
 
     def fails_again(self) -> bool:
-        """Note that the node's workers failed; returns whether this new node costs others too much."""
+        """Note that its workers failed; returns whether this new node costs others too much."""
         if not self.is_new:
             return False
         self._failures += 1
         return self._failures > min(_TRIES, self._max_restarts // 2)
 
     def only_leaves(self, all_done: bool) -> bool:
-        """Whether a node that ends leaves the run open: others work, or it is in no round."""
+        """Whether a node that ends leaves the run open, as others work or it is in no round."""
         return (self._node.done and not all_done) or not self._node.in_round
 
     def may_give_up(self, of_workers: bool) -> bool:
@@ -282,7 +282,7 @@ def all_live(
 ) -> bool:
     """Whether all other nodes of the round ``last`` wrote, rejoined or left since ``before``.
 
-    For a large round the answer is False, because nobody looks at each node.
+    For a large round the answer is False, because reading each node's record costs too much.
     """
     return bool(last.participants) and all(
         (now := records.get(node)) is not None

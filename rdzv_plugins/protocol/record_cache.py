@@ -39,7 +39,7 @@ class RecordCache:
         return len(self._decoded)
 
     def read(self, node: str, entry: Entry | None) -> NodeRecord | None:
-        """A record that was read by itself; None: it is missing, unreadable or not believed."""
+        """The record in a single read entry; None: it is missing, unreadable or not believed."""
         known = self._decoded.get(node)
         found = self._take(node, entry, known) if entry is not None else None
         if found is None:

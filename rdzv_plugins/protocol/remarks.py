@@ -18,7 +18,7 @@ Remark: TypeAlias = tuple[str, object, str, *tuple[str, ...]]
 
 
 def remarks(view: View) -> Iterator[Remark]:
-    """What this node has to tell now."""
+    """The present remarks of this node."""
     yield from _of_the_end(view)
     document = view.document
     if document is not None and not document.closed:

@@ -174,7 +174,7 @@ def with_first_step(
     took = replace(
         record.seconds or Durations(), started=started / 1000, first_step=(whole - started) / 1000
     )
-    # A node that was not in the round before knows only an earlier step.
+    # Take the maximum: a node that was not in the round before knows only an earlier step.
     known = [(it.lost, it.kept) for it in told if it.lost is not None]
     lost, kept = max(known, default=(None, 0))
     return replace(

@@ -213,7 +213,7 @@ def amended(
     gone: Iterable[str],
     found: Mapping[str, Accusation] = NOBODY,
 ) -> Cause:
-    """The cause with the gone nodes, each as lost or left; ``found``: whose processes ended."""
+    """The cause with the gone nodes as lost or left; ``found``: nodes whose processes ended."""
     ended: dict[str, Accusation] = {}
     left: list[str] = []
     silent: list[str] = []

@@ -325,10 +325,10 @@ def nodes_waiting(view: View) -> int:
     if view.joining or member is None or latest is None:
         return 0
     if latest.is_of(member) and latest.closed:
-        # An agent gave up: this node's workers would wait for that agent's workers for ever.
+        # An agent gave up: this node's workers would wait for that agent's workers forever.
         return int(latest.outcome is not None and latest.outcome.ends_workers)
     if latest.closed:
-        # Another run of the id replaced this node's run, and is over.
+        # `latest` is another run of the id, which replaced this node's run and is closed.
         return int(member.incarnation in view.without_tombstone)
     if document is None or document.closed:
         return 0

@@ -36,7 +36,7 @@ class Sizes:
 
     @property
     def step(self) -> int:
-        """Each size is a multiple of this."""
+        """The number of which each size is a multiple."""
         return math.lcm(self.node_unit, self.segment)
 
     @property
@@ -51,7 +51,7 @@ class Sizes:
 
     @property
     def policy(self) -> str:
-        """The options that hold nodes back, for people; "": none."""
+        """The options that may keep nodes waiting, for people; "": none."""
         options = {"node_unit": self.node_unit, "segment": self.segment}
         return " and ".join(f"{name}={value}" for name, value in options.items() if value > 1)
 

@@ -19,7 +19,7 @@ from rdzv_plugins.protocol.rules import Rules, View
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
-# No step for much longer than usual: for more than _LEAST_SECONDS, and _TIMES the usual time.
+# A stall is a step that takes over _LEAST_SECONDS, and over _TIMES the usual time.
 _LEAST_SECONDS, _TIMES = 60.0, 20
 # While steps come, a record is older than another by this many heartbeats at most.
 _HEARTBEATS_APART = 2

@@ -114,7 +114,7 @@ def state_of(
 
 
 def _before_the_first(record: NodeRecord) -> RoundDocument:
-    """Replaces the first document, which no node has written yet."""
+    """The document to assume while no node has written one."""
     return RoundDocument(
         incarnation="", round=0, phase=Phase.FORMING, leader=None,
         min_nodes=record.min_nodes, max_nodes=record.max_nodes,

@@ -97,7 +97,7 @@ class Diagnosis:
         return f"{self.lasting}; {max(0.0, self.seconds):.0f} s {self.limit}"
 
     def at_the_end(self, left: Iterable[str], gave_up: Collection[str] = ()) -> Diagnosis:
-        """The diagnosis when the time is over, with more nodes that have left or given up."""
+        """The diagnosis at the time-out, with more nodes that have left or given up."""
         gone, quit_ = self.left.plus(left).without(gave_up), _NOBODY.plus(gave_up)
         return replace(self, left=gone, gave_up=quit_, doubted=0, seconds=None, needs=True)
 

@@ -82,7 +82,7 @@ class Writer:
             return False
         yield from seen.adopt(entry, document, shards_of(stored))
         if before and given and before.is_whole and before.world_id == given.world_id:
-            # A successor of the leader knew only its own rank when it confirmed.
+            # Add the other nodes: a leader's successor knew only its own rank when it confirmed.
             join.given = replace(given, participants=before.participants, roster=None)
         if document.incarnation == self.fresh:
             self.draw_incarnation()
@@ -91,7 +91,7 @@ class Writer:
         asks = before is not None and before.accused != document.accused
         passes_on = before is not None and before.leader not in (document.leader, None)
         if passes_on or (asks and document.leader != self._id):
-            # The former leader, or the accused, waits for the bell, not for the document.
+            # Ring: a former or accused leader waits for the bell, not for the document.
             yield from Ring(self._id)
         return True
 
@@ -102,7 +102,7 @@ class Writer:
             try:
                 yield from self._seen.adopt(entry)
             except RendezvousStateError:
-                return  # This node does not lead a run of another version.
+                return  # The run is of another version, which this node does not lead.
             document = self._seen.document
             if document is None or document.leader != self._id or document.closed:
                 return

@@ -92,7 +92,7 @@ def judged(view: View, at: Situation, stage: Stage) -> Action | Again | None:
 
 
 def noted(view: View, at: Situation, after: RoundDocument) -> RoundDocument:
-    """The document to write, with what policies keep in it."""
+    """The document to write, after each policy has added its fields."""
     for policy in POLICIES:
         after = policy.note(view, at, after)
     return after

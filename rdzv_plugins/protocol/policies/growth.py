@@ -58,7 +58,7 @@ def why_not_grow(
         (rules.resize_interval - view.grown_for, "to resize_interval"),
     ]
     if newcomers < room and not permitted:
-        # The last call, while the participants train.
+        # The last call runs while the participants train.
         limits.append((rules.last_call - (view.enough_for or 0.0), "of last call left"))
     seconds, limit = max(limits)
     return Reason(seconds=seconds, limit=limit) if seconds > 0 else None

@@ -110,7 +110,7 @@ def pruned(document: RoundDocument, records: Mapping[str, NodeRecord], now: floa
 
 
 def describe(exclusion: Exclusion, now: float, done: str = "excluded") -> str:
-    """For people: "node-9 excluded until 14:00 UTC: ECC errors"; ``done`` is the participle."""
+    """A text such as "node-9 excluded until 14:00 UTC: ECC errors"; ``done``: the participle."""
     until = ""
     if exclusion.until is not None:
         try:

@@ -133,7 +133,7 @@ def verdict_on(document: RoundDocument, records: Mapping[str, NodeRecord], rules
     cut = [(node, first) for node, it in found.items() if it.unreached]
     if not (failed or cut):
         return Verdict(True, still_not_to_host(was))
-    # A link that works when one end dials may fail when the other end does.
+    # Links have a direction, because a link may fail only if one of its ends dials.
     passed = {(node, it.partner) for node, it in found.items() if it.partner and not it.why}
     here = {*document.participants}
     known = [link for link in was.links if link not in passed and here.issuperset(link)]
@@ -285,7 +285,7 @@ def _failures(label: str, found: Found) -> list[str]:
 
 
 def slow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
-    """The nodes whose exchange of data took over twice the median, for people; empty: none."""
+    """The nodes with slow exchanges of data (over twice the median), for people; empty: none."""
     found = [(node, it) for node, it in _findings(document, records) if it.partner and not it.why]
     if len(found) < 3:
         return ""

@@ -94,7 +94,7 @@ class Policy:
         return None
 
     def note(self, view: View, at: Situation, after: RoundDocument) -> RoundDocument:
-        """The document to write instead of ``after``, with what the policy keeps in it."""
+        """The document to write instead of ``after``, with the fields that the policy keeps."""
         return after
 
     def delays(self, view: View, document: RoundDocument) -> bool:

@@ -36,7 +36,7 @@ def natural_key(record: NodeRecord) -> tuple[_Key, int]:
 
 def domain_key(domain: str | None) -> tuple[bool, tuple[tuple[_Key, str], ...]]:
     """Sort key of a domain, level by level; no domain comes last."""
-    # The name too, because rack7 and rack07 are two domains.
+    # Add the name, because rack7 and rack07 are two domains with equal keys.
     return domain is None, tuple((_natural(level), level) for level in (domain or "").split("/"))
 
 
