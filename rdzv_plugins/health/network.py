@@ -34,7 +34,7 @@ def check(peer: Callable[[], tuple[str, int] | None], seconds: float) -> str | N
 
 
 def _dial(place: tuple[str, int], seconds: float) -> str | None:
-    """Why there is no answer. None: an answer; a refusal is one too, as the round may be over."""
+    """Why rank 0 does not answer. None: it answers; a refusal counts, as the round may be over."""
     try:
         socket.create_connection(place, seconds).close()
     except (ConnectionRefusedError, ConnectionResetError):

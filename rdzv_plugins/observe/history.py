@@ -411,7 +411,7 @@ def archive_run_id(run_id: str) -> str:
 def _decode(
     decoder: msgspec.json.Decoder[T], entry: Entry | None, most: int = SMALL_BYTES
 ) -> T | None:
-    """None also for a value of another version, or a damaged one."""
+    """The decoded value; None also if it is damaged or of another version."""
     try:
         return decode(decoder, entry.value, most) if entry is not None else None
     except RefusedValueError:

@@ -49,7 +49,7 @@ SCHEMA = 1
 # Seconds that heartbeats are watched while a round forms, and at most if no heartbeat comes.
 _WATCHED_SECONDS = 2.0
 _LONGEST_WATCH_SECONDS = 12.0
-# With a shorter interval, watching for a heartbeat is as fast as comparing whole seconds.
+# Below this interval, watch for a heartbeat: the whole seconds of `record.at` are too coarse.
 _SHORT_INTERVAL = 2.0
 
 LOOK_SECONDS = 0.2

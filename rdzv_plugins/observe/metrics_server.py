@@ -157,7 +157,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         try:
             super().process_request(request, client_address)
         except RuntimeError:
-            # This host starts no thread, or the interpreter ends.
+            # No thread can start, because the host lacks resources or the interpreter ends.
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:

@@ -60,7 +60,7 @@ class Seen:
 
     @property
     def can_tell(self) -> bool:
-        """Whether the run has been watched for long enough to tell who lives."""
+        """Whether the run has been watched for long enough to know which nodes live."""
         return self.is_over or (self.inspection is not None and self.inspection.can_tell)
 
     @property
@@ -149,7 +149,7 @@ class Survey:
                 self._list = self._open(LIST)
             listed = read_list(self._list)
             in_turn = 0
-            # The run that was looked at longest ago comes first.
+            # Begin with the run whose last look is longest ago.
             for run_id in sorted({**runs, **listed}, key=lambda run: self._looked.get(run, 0.0)):
                 seen = runs.setdefault(run_id, Seen(run_id))
                 if seen.inspection is not None and seen.client is None and not seen.is_gone:

@@ -122,7 +122,7 @@ def redact(endpoint: str) -> str:
         # The "@" may belong to a password or to a parameter, so hide everything.
         return f"{scheme}***"
     shown = _PLAIN.match(rest, at)
-    assert shown is not None  # It matches an empty text.
+    assert shown is not None  # _PLAIN also matches "".
     hidden = rest[shown.end() :]
     mark = hidden[:1] if hidden[:1] in (":", "?", "#", "&", ";", " ") else ""
     more = f"{mark}***" if hidden != mark else mark

@@ -76,7 +76,7 @@ _PROBLEMS = {
     "^HTTP [1-4]": refused(
         "a proxy in between must let /v1/kv and /v1/txn through, and the token needs {grant}"
     ),
-    # Some of the servers may have written it.
+    # Some of the servers may have written the value.
     "no space left": replace(full("make room on the disks of its servers"), undone=False),
 }
 

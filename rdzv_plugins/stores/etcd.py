@@ -70,7 +70,7 @@ _PROBLEMS = {
     "authentication is not enabled": Problem(
         "has authentication disabled ({said}); leave out the user", denied=True
     ),
-    # A request without a user is denied too.
+    # Only with a user, because etcd denies requests without a user with the same code.
     f"^{_DENIED} user": Problem(
         "denied a right ({said}) to the user '{user}'; grant it to a role of the user: etcdctl "
         "role grant-permission <role> {grant}",
@@ -79,7 +79,7 @@ _PROBLEMS = {
     f"^({_DENIED}|{_UNAUTHENTICATED}) |user name is empty|authentication|auth store is": Problem(
         "refused the credentials ({said}); set the user in the endpoint and the password in "
         "$RDZV_PLUGINS_PASSWORD",
-        retryable=True,  # With a new token.
+        retryable=True,  # The retry gets a new token.
         undone=True,
         denied=True,
     ),
@@ -252,7 +252,7 @@ class Client(EpochClient):
                         return stored
                 if message["result"].get("canceled"):
                     break
-        # `wait` pauses before it looks again.
+        # Raise, so that `wait` pauses before it looks again.
         raise ConnectionAbortedError("the member ended the watch")
 
     def _problem(self, error: Exception) -> Problem | None:

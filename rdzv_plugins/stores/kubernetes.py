@@ -297,7 +297,7 @@ class Client(EpochClient):
 
     @classmethod
     def locate(cls, endpoint: str) -> Place:
-        # Without a scheme it is https, in a pod too. A kubeconfig is not read for this.
+        # An endpoint without a scheme is https, like a pod's. The kubeconfig is not read here.
         target = endpoint.strip() or _in_pod()
         if not target:
             return Place()

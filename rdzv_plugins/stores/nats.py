@@ -102,7 +102,7 @@ _PROBLEMS = {
         + ", or with create_bucket=true",
         state=True,
     ),
-    # One of three replicas may have written it.
+    # One of three replicas may have written the message.
     rf"^answer .*\[({'|'.join(map(str, _OUT_OF_SPACE))})\]": replace(
         full("raise the limits of the bucket, the account or the servers"), undone=False
     ),
@@ -569,7 +569,7 @@ class Link:
         connects = not self.connection.is_connected
         if connects or "permissions violation" in str(error).lower():
             self.fail(error)
-        # Otherwise nats-py dials for ever. The reading task closes its own connection.
+        # Raise, because nats-py would dial forever. The reading task closes its own connection.
         if connects and not isinstance(error, nats.errors.UnexpectedEOF):
             raise error
 
@@ -629,7 +629,7 @@ class Transport:
             return limit.await_result(future)
         except TimeoutError:
             if not parked and self._link is not None:
-                # Another server may answer.
+                # Leave this server, because another server may answer.
                 link = self._link
                 _loop().call_soon_threadsafe(self._leave, link)
             raise

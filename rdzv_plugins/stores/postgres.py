@@ -538,7 +538,7 @@ class Client(StoreClient):
                 if hidden := db.execute(_HIDDEN.format(table=self._name)).fetchone():
                     raise InsufficientPrivilege(f"no USAGE on schema {hidden[0]}") from error
                 raise
-            # Also if the server restarted without the table. Another client may be faster.
+            # Create the table, which a restarted server may have lost. Another client may be faster.
             with suppress(DuplicateTable, DuplicateObject, UniqueViolation):
                 db.execute(_TABLE.format(table=self._table))
             cursor = db.execute(statement, given, binary=True)
@@ -642,7 +642,7 @@ def _server(endpoint: str, options: Options, request_timeout: float) -> dict[str
         try:
             given = dict(conninfo_to_dict(text if "://" in text else f"postgresql://{text}"))
         except psycopg.ProgrammingError:
-            # libpq's message may show the password.
+            # Do not quote libpq's message, which may show the password.
             raise ValueError(
                 "libpq cannot parse the endpoint; write postgresql://user@host:port,host:port/"
                 "database?name=value, percent-encoded, with parameters of libpq only"

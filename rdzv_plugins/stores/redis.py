@@ -910,7 +910,7 @@ class _LogIn(redis.CredentialProvider):
 
 
 def _log_in(user: str | None, secret: Callable[[], str | None]) -> _LogIn | None:
-    """None: there is neither a user nor a password."""
+    """The log-in; None: there is neither a user nor a password."""
     return _LogIn(user, secret) if user is not None or secret() is not None else None
 
 
@@ -935,7 +935,7 @@ class _Target(NamedTuple):
 
 
 def _target(endpoint: str, options: Options) -> _Target:
-    """Raises `ValueError` for a bad endpoint."""
+    """The servers of the endpoint; raises `ValueError` for a bad endpoint."""
     found = parse_endpoint(endpoint, default_port=6379, schemes=_SCHEMES)
     on_socket = found.scheme == "unix"
     if on_socket and (found.hosts or not found.path.strip("/")):
