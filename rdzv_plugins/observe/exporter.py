@@ -61,7 +61,7 @@ class Exporter(Collector):
 
         Raises OSError or UnicodeError if it cannot listen there.
         """
-        # Read once now: the first read of all rounds takes longest, and no scrape should wait for it.
+        # Read once now: the first read takes longest, and no scrape should wait for it.
         deque(self.collect(), maxlen=0)
         registry = CollectorRegistry()
         registry.register(self)

@@ -169,7 +169,7 @@ class Driver:
             return None
 
     def _hand_over(self, patience: float) -> None:
-        """Start the thread if necessary, and wait until it has taken the order."""
+        """Start the node's thread if necessary, and wait until the thread has taken the order."""
         deadline, attempts = time.monotonic() + patience, Attempts()
         while not self.running:
             self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)

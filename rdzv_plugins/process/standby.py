@@ -192,7 +192,7 @@ def _become_worker() -> Callable[[], object]:
 
 if __name__ == "__main__":
     try:
-        # A variable here would not be seen by the script, which has its own `__main__` module.
+        # The script runs in its own `__main__` module, so this module's globals are invisible to it.
         (_become_worker())()
     except BaseException as error:
         # Show only the script's own frames; a bare `raise` adds no frame.

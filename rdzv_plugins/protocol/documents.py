@@ -572,8 +572,10 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @classmethod
     def decode(cls, data: bytes) -> RoundDocument:
-        """Raises `RendezvousStateError` for another version's document, `CorruptDocumentError` for
-        anything else that is no document.
+        """Parse a stored document.
+
+        Raises `RendezvousStateError` for another version's document, and `CorruptDocumentError` for
+        data that is no document.
         """
         try:
             document = decode(_DOCUMENTS, data, DOCUMENT_BYTES)
@@ -755,7 +757,7 @@ class NodeRecord(
 
     @classmethod
     def decode(cls, data: bytes) -> NodeRecord:
-        """Raises `RendezvousStateError` for anything that `encode` did not write."""
+        """Parse a stored record; raises `RendezvousStateError` for data that `encode` did not write."""
         # A leader decodes thousands of records at each listing, so make expensive checks rarely.
         try:
             if len(data) > RECORD_BYTES:

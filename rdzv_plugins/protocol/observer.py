@@ -125,7 +125,7 @@ class Observer:
     def read_again(
         self, *, document: bool = False, leader: bool = False, records: bool = False
     ) -> None:
-        """Read these before the next decision."""
+        """Have the document, the leader's record or all records read before the next decision."""
         asked = {"document": document, "leader": leader, "records": records}
         self._due.update(what for what, due in asked.items() if due)
 

@@ -538,7 +538,7 @@ class Client(StoreClient):
                 if hidden := db.execute(_HIDDEN.format(table=self._name)).fetchone():
                     raise InsufficientPrivilege(f"no USAGE on schema {hidden[0]}") from error
                 raise
-            # Create the table, which a restarted server may have lost. Another client may be faster.
+            # A restarted server may have lost the table. Another client may create it faster.
             with suppress(DuplicateTable, DuplicateObject, UniqueViolation):
                 db.execute(_TABLE.format(table=self._table))
             cursor = db.execute(statement, given, binary=True)
