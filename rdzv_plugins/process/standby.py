@@ -192,7 +192,7 @@ def _become_worker() -> Callable[[], object]:
 
 if __name__ == "__main__":
     try:
-        # The script runs in its own `__main__` module, so this module's globals are invisible to it.
+        # The script runs in its own `__main__` module, and does not see this module's globals.
         (_become_worker())()
     except BaseException as error:
         # Show only the script's own frames; a bare `raise` adds no frame.

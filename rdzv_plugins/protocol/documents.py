@@ -757,7 +757,7 @@ class NodeRecord(
 
     @classmethod
     def decode(cls, data: bytes) -> NodeRecord:
-        """Parse a stored record; raises `RendezvousStateError` for data that `encode` did not write."""
+        """Parse a record; raises `RendezvousStateError` for data that `encode` did not write."""
         # A leader decodes thousands of records at each listing, so make expensive checks rarely.
         try:
             if len(data) > RECORD_BYTES:

@@ -330,7 +330,7 @@ class Fail(msgspec.Struct, frozen=True):
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """Give ``nodes`` one more lease: ``late`` of ``world`` nodes are late; ``begins``: only now."""
+    """Give ``nodes`` one more lease: ``late`` of ``world`` are late; ``begins``: none was doubted."""
 
     nodes: tuple[str, ...]
     begins: bool

@@ -72,7 +72,7 @@ def assess_from_outside(
 def lost_nodes(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> frozenset[str]:
-    """Nodes that `View.is_lost` calls lost; none before the first lease has passed."""
+    """Nodes that `View.is_lost` calls lost; none while no lease can have run out."""
     if view.until_first_lease is not None:
         return _NOBODY
     return frozenset(node for node in _all_nodes(document, records) if view.is_lost(node))
