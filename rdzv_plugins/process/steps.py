@@ -247,7 +247,7 @@ class _Pace:
         if before is None or steps != before[0]:
             self._before = steps, ended
             if before is not None and steps > before[0]:
-                # Not below 0: another rank may be the slowest now, and have finished its step earlier.
+                # Not below 0: another rank may be the slowest now, with an earlier end.
                 took = max(0, ended - before[1])
                 self._milliseconds = took // (steps - before[0]) // _MILLISECOND
         return self._milliseconds

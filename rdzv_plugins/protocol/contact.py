@@ -23,7 +23,7 @@ class Standing(StrEnum):
     ACCEPTED = "a"
     # A request has failed since its last accepted heartbeat.
     FAILING = "f"
-    # The store does not accept it, and others may go on without it.
+    # The store does not accept the node, and others may go on without it.
     LOST = "l"
 
 

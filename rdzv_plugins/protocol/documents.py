@@ -429,10 +429,10 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         round: grows with every change of membership.
         leader: id of the node that turns records into rounds; None: it left, and a successor takes
             over.
-        participants: ids in rank order; empty while the round forms, and where ``roster`` is set.
+        participants: ids in rank order; empty while the round forms, and if ``roster`` is set.
         previous: while the round forms, the participants of the last round that are not accounted
-            for yet, in their old rank order; empty where ``previous_roster`` is set.
-        roster, previous_roster: replace ``participants`` and ``previous`` where these are many.
+            for yet, in their old rank order; empty if ``previous_roster`` is set.
+        roster, previous_roster: replace ``participants`` and ``previous`` if these are many.
         lost: lost participants of a running round that goes on without them.
         evicted: live nodes whose workers may still run, and for which no round waits.
         waiting: how many nodes waited when the document was written.
@@ -452,8 +452,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         restart: a person's reason for an ordered restart; empty: none is ordered.
         faults: what the network check has found.
         saving: the checkpoint that the round awaits before it ends.
-        accused: nodes that have to show that they live, or did not.
-        fencing_token: of the last round that was given ranks; larger than in each round before.
+        accused: nodes that must prove that they live, or did not in time.
+        fencing_token: the token of the last round with ranks; larger than in each round before.
         run: the id of the run, if its founder knew it.
         edition: in a sealed run it grows with each write, so that an old document is recognised. It
             starts at the time of the founding, in milliseconds. 0: the run is not sealed.

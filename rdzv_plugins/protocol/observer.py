@@ -204,7 +204,7 @@ class Observer:
             self._without_tombstone.clear()
 
     def _decode(self, entry: Entry | None) -> RoundDocument | None:
-        """The document; None also if it is not believed, as live nodes write theirs again."""
+        """The document; None: there is none, or it is not believed (live nodes write it again)."""
         if entry is None:
             return None
         try:

@@ -120,7 +120,7 @@ class Service:
         return (self._node.done and not all_done) or not self._node.in_round
 
     def may_give_up(self, of_workers: bool) -> bool:
-        """Whether a node with failed workers (False: a failed agent) leaves if others go on."""
+        """Whether this node leaves if others go on, after its workers (False: its agent) failed."""
         return self.is_new if of_workers else not self._node.done
 
     def costs_the_others(

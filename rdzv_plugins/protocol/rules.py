@@ -330,7 +330,7 @@ class Fail(msgspec.Struct, frozen=True):
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """Give ``nodes`` one more lease: ``late`` of ``world`` are late; ``begins``: none was doubted."""
+    """Give ``nodes`` one more lease: ``late`` of ``world`` are late; ``begins``: a new doubt."""
 
     nodes: tuple[str, ...]
     begins: bool

@@ -421,7 +421,7 @@ class BucketClient(EpochClient):
     def _race(
         self, path: str, tag: str | None, winners: int, header: str, limit: Limit
     ) -> list[str]:
-        """Let `_WRITERS` writers race; returns the winners' ETags, whose number must be ``winners``."""
+        """Let `_WRITERS` writers race; returns the winners' ETags, ``winners`` of them."""
 
         async def at_once() -> list[str | None]:
             writes = (self._write(path, stamped(b""), tag) for _ in range(_WRITERS))
