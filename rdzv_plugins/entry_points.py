@@ -68,7 +68,7 @@ def refuse_without_torch(who: str) -> None:
     from importlib.util import find_spec
 
     found = "none is installed"
-    # An older torch does not load the group ``torchrun.handlers``.
+    # Check the version too: an older torch does not load the group ``torchrun.handlers``.
     if find_spec("torch") is not None:
         try:
             found = version("torch")

@@ -85,5 +85,5 @@ def refuse_open_metrics(settings: Settings) -> None:
 
 
 def _bytes(text: str) -> bytes:
-    # Variables of the environment may be no UTF-8.
+    # Variables of the environment may not be UTF-8.
     return text.encode(errors="surrogateescape")

@@ -373,7 +373,7 @@ class ReadWriteTests(Harness):
         client.expire(3 * unit)
         other = open()
         version = present(other.get("key")).version
-        # Existing and new keys, by the client that called `expire` and by a client that has read.
+        # Write existing and new keys, with the client that called `expire` and with another client.
         assert other.compare_and_set("key", b"two", version)[1]
         assert other.compare_and_set("new", b"two", None)[1]
         other.put_many({"many/1": b"two", "many/2": b"two", "many/3": b"two"})
