@@ -628,7 +628,7 @@ def _await_the_doubted(view: View, at: Situation) -> Action | None:
 
 
 def _name_the_gone(view: View, at: Situation) -> Action | None:
-    """Name the gone nodes, even if they had asked, while the round waits for replacements."""
+    """Name the gone nodes, also those that had asked for this round, while it waits for nodes."""
     return Write(without_the_gone(at, at.gone)) if at.gone and not at.is_full else None
 
 
