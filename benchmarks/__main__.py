@@ -154,15 +154,15 @@ QUICK = Plan(
 )
 
 WHY = {
-    "valkey": "the protocol of redis: measured up to 1,024 nodes to save time.",
+    "valkey": "it speaks the protocol of redis: measured up to 1,024 nodes.",
     "zookeeper, consul, etcd-v3": "one server up to 256 nodes, three servers for 1,024.",
-    "zookeeper, 3 servers": "keep_alive_interval=30 at 1,024: three servers and three threads of "
-    "kazoo's a node share two cores, where heartbeats of the default interval come late.",
-    "dynamodb": "DynamoDB Local, which is one process; its waiters poll. Up to 512 nodes.",
-    "kubernetes": "one API server with one etcd. Up to 256 nodes.",
-    "s3, azure": "SeaweedFS and Azurite, whose waiters poll. Up to 64 nodes. SeaweedFS answers "
-    "some writers that lose a race for an object after 1 s, 2 s, up to 8 s, whoever asks it.",
-    "postgres": "up to 512 nodes: the server allows 600 connections here.",
+    "zookeeper, 3 servers": "keep_alive_interval=30 at 1,024 nodes: with the default, heartbeats "
+    "come late, because servers and nodes share two cores.",
+    "dynamodb": "DynamoDB Local, which is one process.",
+    "kubernetes": "one API server with one etcd.",
+    "s3, azure": "SeaweedFS and Azurite. SeaweedFS answers some writers that lose a race after 1 "
+    "to 8 s.",
+    "postgres": "the server allows 600 connections here.",
     "c10d, etcd-v2": "up to the first number of nodes that did not finish within 60 s.",
 }
 

@@ -81,19 +81,19 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_the_page_has_a_table_of_each_scenario() -> None:
     text = page(results())
     for line in (
-        "| redis | 0.20 (0.10 to 0.30) | - | - |",
+        "| redis | 0.20 (0.10..0.30) | - | - |",
         "|  | N=2 | N=1,024 |",
-        "| redis | 0.005 (0.004 to 0.009) | 1.20 (1.00 to 1.50) |",
-        "| c10d | 1.10 (1.10 to 1.10) | not in time |",
-        "| redis | 1024 | 17,800 (17,800 to 17,800) | - | - | 1.8 (1.8 to 1.8) |",
-        "| redis | 64 | 0.700 (0.700 to 0.700) | 0.700 (0.700 to 0.700) | 0.700 (0.700 to 0.700) |",
-        "| redis | 64 | 276 (276 to 276) | 21.5 (21.5 to 21.5) |",
-        f"| redis, busy |{' 5.34 (4.56 to 6.12) |' * 8}",
+        "| redis | 0.005 | 1.20 |",
+        "| c10d | 1.10 | not in time |",
+        "| redis | 1024 | 17,800 (17,800..17,800) | - |",
+        f"| redis | 64 |{' 0.050 (-0.200..0.300) |' * 3}",
+        f"| redis | 64 |{' 0.700 (0.700..0.700) |' * 3}",
+        "| redis | 64 | 276 (276..276) | 21.5 (21.5..21.5) |",
+        "| redis | 10000 | 10.00 (10.00..10.00) | 4.00 (4.00..4.00) | - | - |",
+        f"| redis, busy |{' 5.34 (4.56..6.12) |' * 8}",
     ):
         assert line in text.splitlines()
-    assert "| one round of 1,024 nodes, against the least program | 1.20 x |" in text
-    assert "| 40% |" in text
-    assert "in 2 pairs: 2 (1.5 to 2.5) ms" in text
+    assert "2 (1.5..2.5) ms more with this package installed (2 pairs)" in text
     assert "- c10d: it does not finish." in text
     assert "commit 0123456789ab" in text
     assert "python 3.11.7, redis 7.0.15." in text
@@ -112,8 +112,8 @@ def test_a_later_run_replaces_and_adds_subjects() -> None:
     later = Results(machine=machine, figures=figures, limits=limits)
     both = results().with_later(later, (*STORES, *FLOORS, *TORCH_OWN))
     text = page(both)
-    assert "load average 0.1 when it began; python 3.11.7, redis 7.0.15. Later, s3, redis: " in text
-    assert "commit abcdef, load average 0.1 when it began; weed 4.48." in text
+    assert "load average 0.1; python 3.11.7, redis 7.0.15. Measured later:\n\n- s3, redis: " in text
+    assert "commit abcdef, load average 0.1; weed 4.48." in text
     rows = [it.subject for it in both.of("form", "s") if it.nodes in (2, 1024)]
     assert [*dict.fromkeys(rows)] == ["redis", "s3", "redis: the least program", "c10d"]
     found = both.get("form", "redis: the least program", 1024, "s")
@@ -129,14 +129,15 @@ def test_a_later_run_of_a_scenario_leaves_the_others() -> None:
     found, before = both.get("late", "redis", 64, "s"), both.get("form", "redis", 2, "s")
     assert found is not None
     assert (found.median, before) == (0.05, results().get("form", "redis", 2, "s"))
-    assert "Later, redis (late), s3: " in page(both)
+    assert "\n- redis (late), s3: " in page(both)
 
 
 def test_the_page_of_some_scenarios_has_no_empty_tables() -> None:
-    some = Results(machine=MACHINE, figures=[Figure.of("late", "redis", 64, "s", [0.02])])
+    some = Results(machine=MACHINE, figures=[Figure.of("swarm", "redis", 64, "s", [0.02])])
     text = page(some)
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
-        "## The last one late"
+        "## Large rounds in one process",
+        "## The machine",
     ]
 
 
