@@ -28,8 +28,7 @@ _INDEXED_WORDS = 6
 _PARTS = ("Safety", "Liveness", "Policies")
 _RULES = """
 Each rule of [the protocol](protocol.md), the tests that carry its name in `pytest.mark.rule(...)`,
-and the mutants that break it. The simulator's invariants check all rules at once; `make docs`
-writes this table.
+and the mutants that break it. The invariants check all rules. `make docs` writes this table.
 """
 GENERATED = "<!-- Generated from the code by `make docs`; edit that. -->\n\n"
 
