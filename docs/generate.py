@@ -99,7 +99,12 @@ def options_page() -> str:
 
 
 def stores_page() -> str:
-    parts = [GENERATED, "# The stores and their limits\n"]
+    parts = [
+        GENERATED,
+        "# The stores and their limits\n\n"
+        "Reads are linearizable, unless a section says otherwise. [Choosing a store](choosing.md) "
+        "compares them; the [start pages](start/index.md) have the commands.\n",
+    ]
     for name in STORES:
         text = inspect.getdoc(import_module(client_class(name).__module__)) or ""
         parts.append(f"\n## {name}\n\n{text.replace('``', '`').replace('::', ':')}\n")

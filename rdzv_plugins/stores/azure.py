@@ -1,9 +1,7 @@
 """Azure Blob Storage: as S3, a key is an object, and a compare-and-set is a conditional write.
 
 The endpoint is ``az://container/folder``. Credentials are those of the environment (``AZURE_*``),
-or a managed identity.
-
-Everything else is as of the s3 backend, but for ETags: Azure's are new with each write.
+or a managed identity. All else is as with the s3 backend.
 The identity needs the role Storage Blob Data Contributor on the container.
 """
 

@@ -1,13 +1,11 @@
 """HashiCorp Consul 1.7 and later.
 
 A key of a run is stored as ``<prefix>/<run id>/=<epoch>/<key>!``, percent-encoded. A run that has
-expired is deleted by a later run under the prefix. The agent's clock counts: where each host has an
-agent of its own, the clocks of the hosts must agree within a few seconds.
+expired is deleted by a later run under the prefix. If each host has an agent of Consul, the clocks
+of the hosts must agree within a few seconds.
 
-Limits: linearizable (consistent reads). Values up to 384,000 bytes. An agent accepts 200
-connections per address (``http_max_conns_per_client``) and a node holds three, so each host
-should use its own agent. Highly available with three or five servers, while a majority runs.
-`Client.put_many` is atomic up to 64 keys and 300,000 bytes.
+Values up to 384,000 bytes. An agent accepts 200 connections per address
+(``http_max_conns_per_client``) and a node holds three, so each host should have an agent.
 The token needs ``key_prefix "<prefix>/" { policy = "write" }``.
 """
 

@@ -1,14 +1,11 @@
 """Amazon DynamoDB, and DynamoDB Local.
 
 One table holds all runs: the partition key ``pk`` is ``<prefix>/<run id>``, the sort key ``sk`` is
-the key. A waiter polls, for DynamoDB cannot push: a poll costs one read unit for a value of any
-size, so a thousand waiting nodes cost 2.7 million units an hour. A heartbeat costs one write unit.
+the key. Waiters poll, and [each poll is billed](choosing.md#know-what-dynamodb-costs).
 
-Limits: linearizable (strongly consistent reads of one region; on a global table all nodes must
-name the same region). Values up to 400,000 bytes. 1,000 writes per second to a run: about 5,000
-nodes with a heartbeat every 5 s, more with a longer ``keep_alive_interval``. `Client.put_many` is
-atomic from 3 to 100 keys. Items that have expired read as absent at once; DynamoDB deletes them
-within days.
+On a global table all nodes must name the same region. Values up to 400,000 bytes. DynamoDB takes
+1,000 writes per second to a run: about 5,000 nodes with a heartbeat every 5 s. Items that have
+expired read as absent at once; DynamoDB deletes them within days.
 The role needs ``dynamodb:GetItem, PutItem, UpdateItem, Query, BatchGetItem, BatchWriteItem,
 PartiQLUpdate`` on the table and its index, and with create_table=true
 ``CreateTable, UpdateTimeToLive``.

@@ -1,15 +1,12 @@
 """etcd 3.4 and later, through its JSON gateway, as the backend ``etcd-v3``.
 
-torch's own backends ``etcd`` and ``etcd-v2`` speak the v2 API, which etcd 3.6 has removed. To move
-a job, write ``--rdzv-backend=etcd-v3`` and leave the endpoint as it is. A key of a run is
-``<prefix>/<run id>/<epoch>/<key>`` (`kv/epochs.py`); a lease that no key has tells the age of an
-epoch. A run that has expired is deleted by a later run under the prefix.
+A key of a run is ``<prefix>/<run id>/<epoch>/<key>``. A run that has expired is deleted by a later
+run under the prefix.
 
-Limits: linearizable. Values up to 1 MiB (``--max-request-bytes`` is 1.5 MiB). `Client.put_many` is
-atomic up to 128 keys and 1 MiB. Highly available with three or five members; name all of them.
-The gateway must be on (``--enable-grpc-gateway``, the default). It takes no user name from a client
-certificate: with authentication on, set user and password, and use a certificate without a common
-name. The user's role needs readwrite on the key prefix ``<prefix>/``.
+Values up to 1 MiB (``--max-request-bytes`` is 1.5 MiB). Name all members. The gateway must be on
+(``--enable-grpc-gateway``, the default). It takes no user name from a client certificate: with
+authentication on, set user and password, and use a certificate without a common name. The user's
+role needs readwrite on the key prefix ``<prefix>/``.
 """
 
 from __future__ import annotations

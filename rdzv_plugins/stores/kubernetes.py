@@ -3,11 +3,11 @@
 In a pod the endpoint is empty: address, namespace and token are those of the pod's service account.
 Elsewhere an empty endpoint means the kubeconfig, which the package ``kubernetes`` reads. To list
 the ConfigMaps: ``kubectl get configmaps -l rdzv-plugins/run=<run id>``. In a pod that has a
-controller, such as a Job, they belong to it (option ``owner``), and are deleted with it.
+controller, such as a Job, they belong to it (option `owner`), and are deleted with it.
 A node whose round runs makes some 36 requests a minute with the default `keep_alive_interval`.
 
-Limits: linearizable. Values up to 1,000,000 bytes. No expiry takes less than 12 s. For a list the
-API server reads all ConfigMaps of the namespace: give jobs one without thousands of others.
+Values up to 1,000,000 bytes. No expiry takes less than 12 s. For a list the API server reads all
+ConfigMaps of the namespace: give jobs a namespace without thousands of others.
 The user needs the verbs get, list, watch, create, update and delete on ConfigMaps in the namespace;
 for ``owner=auto`` also get on pods, and on the controllers of a Job.
 """

@@ -1,15 +1,14 @@
 """NATS JetStream 2.10 and later: a key-value bucket.
 
-A key of a run is the subject ``$KV.<bucket>.<prefix>.<run id>./<epoch>.<key>`` (`kv/epochs.py`).
-The bucket republishes what it stores, which wakes the waiters.
+A key of a run is the subject ``$KV.<bucket>.<prefix>.<run id>./<epoch>.<key>``. The bucket
+republishes what it stores, which wakes the waiters.
 
-Limits: linearizable, but for a leader that was suspended or cut off, which may read old values for
-up to 10 s, and takes no write. Values up to 1,000,000 bytes, with a ``max_payload`` above that.
-Highly available with three or five servers and three replicas, while a majority runs.
+A leader that was suspended or cut off may read old values for up to 10 s, and takes no write.
+Values up to 1,000,000 bytes, with a ``max_payload`` above that. In a cluster use three replicas.
 The user needs to publish to ``$KV.<bucket>.<prefix>.>`` and to ``$JS.API.STREAM.INFO``, ``MSG.GET``
 and ``PURGE`` of ``KV_<bucket>``, with create_bucket=true also to ``$JS.API.STREAM.CREATE``, and to
-subscribe to ``_INBOX.>`` and ``$RKV.<bucket>.<prefix>.>``. Only writes are kept to the prefix:
-users who are not to read each other's keys need an account each.
+subscribe to ``_INBOX.>`` and ``$RKV.<bucket>.<prefix>.>``. The prefix limits only writes: users who
+are not to read each other's keys need an account each.
 """
 
 from __future__ import annotations

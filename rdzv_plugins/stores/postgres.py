@@ -1,14 +1,13 @@
 """PostgreSQL 12 and later.
 
-One table holds every run, a row for each key; one with an empty key has the run's deadline::
+One table holds every run, a row for each key::
 
     CREATE TABLE rdzv (run bytea, key bytea, data bytea NOT NULL, time timestamptz NOT NULL,
                        PRIMARY KEY (run, key))
 
-Limits: linearizable on one primary; the client uses the first of several hosts that accepts writes.
 A promoted standby may lack the last writes, which the round protocol survives. Values up to 64 MiB.
 A node holds two connections of ``max_connections`` (100 by default), and two more for its history.
-PgBouncer must be in session mode. `Client.put_many` is atomic up to 100 keys and 1 MiB.
+PgBouncer must be in session mode.
 The user needs ``CONNECT`` on the database, ``USAGE`` on the schema and ``SELECT, INSERT, UPDATE,
 DELETE`` on the table; to create the table (create_table=true), also ``CREATE`` on the schema.
 """

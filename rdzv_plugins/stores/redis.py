@@ -1,12 +1,10 @@
 """Redis 6 and later, and Valkey.
 
-A run is one hash, ``{<prefix>/<run id>}``, which only Lua scripts change. A write to a key with a
-waiter also goes to a stream of one entry, which wakes the waiter.
+A run is one hash, ``{<prefix>/<run id>}``, which only Lua scripts change.
 
-Limits: linearizable on one primary. Replication is asynchronous, so a fail-over (Sentinel, Cluster)
-may lose the last writes; the round protocol survives that, as it survives a restart without data.
-Values up to 512 MB (``proto-max-bulk-len``). `Client.put_many` is atomic up to 10,000 keys and 64
-MiB.
+Replication is asynchronous, so a fail-over (Sentinel, Cluster) may lose the last writes. The round
+protocol survives that, as it survives a restart without data. Values up to 512 MB
+(``proto-max-bulk-len``).
 The user needs ``+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello`` on
 ``~{<prefix>/*``; for a database other than 0 also ``+select``, for a Cluster also
 ``+cluster|slots +command``.

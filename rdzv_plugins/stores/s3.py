@@ -1,14 +1,13 @@
 """Amazon S3, and stores that speak its protocol with conditional writes: a key is an object.
 
 The endpoint is ``s3://bucket/folder``; `url` names another store than AWS's. Credentials come from
-AWS's usual sources. The first client of a process has two writers meet, and refuses a store that
-lets both win. A waiter polls, for a bucket cannot push. A later run under the prefix removes runs
-that have expired; a lifecycle rule takes the rest.
+AWS's usual sources. The first client of a process lets two writers compete, and refuses a store in
+which both win. Waiters poll, and [requests are billed](choosing.md#know-what-a-bucket-costs). A
+later run under the prefix removes runs that have expired; a lifecycle rule takes the rest.
 
-Limits: linearizable, as S3 is. Values up to 4 MiB. S3 takes 3,500 writes and 5,500 reads a second
-under a prefix. A process that is forked from one that has asked a bucket is refused: torchrun's
-workers are not, a DataLoader's are, and seldom open a store. ``$SSL_CERT_FILE`` names the PEM file
-of an authority that this host does not know.
+Values up to 4 MiB. S3 takes 3,500 writes and 5,500 reads a second under a prefix. A forked process
+may not use the client of its parent; torchrun's workers are not forked, those of a DataLoader are.
+``$SSL_CERT_FILE`` names the PEM file of an authority that this host does not know.
 The user needs ``s3:GetObject, PutObject, DeleteObject`` on the objects and ``s3:ListBucket`` on the
 bucket.
 """

@@ -3,15 +3,13 @@
 A run is one znode, ``/<prefix>/<run id>``; its children ``=<key>`` are its keys. The next client
 that writes to a run that has expired removes it, and so does a later run under the prefix.
 
-Limits: linearizable (a sync precedes each read). Values up to 1,046,528 bytes; a server with a
-``jute.maxbuffer`` below the default closes the connection instead. A server accepts
-``maxClientCnxns`` connections per address (60 if it is not set); a node needs one. Highly available
-with three servers or more, while a majority runs. `Client.put_many` is atomic up to 500 keys and
-500,000 bytes.
+Values up to 1,046,528 bytes; a server with a ``jute.maxbuffer`` below the default closes the
+connection instead. A server accepts ``maxClientCnxns`` connections per address (60 if it is not
+set); a node needs one.
 With a user, only this user has access to the run's znodes (``CREATOR_ALL``; a client certificate
 also counts as a user), and each user needs a prefix of its own. The znodes of the prefix are open
-to all; to restrict them, create them beforehand: there the user needs ``cdr`` (create, delete,
-read), and on those above nothing.
+to all. To restrict them, create them before the first run, with ``cdr`` (create, delete, read) for
+the user. On the znodes above them the user needs no right.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """No server: the agents of one, three or five hosts run the members of the store themselves.
 
-The endpoint names the hosts of the members, in the same way on all nodes. The agent on such a host
-runs a member as a thread, which keeps the run's data in memory. A majority of the members is enough
-for each request, and no member leads. If a majority ends, running workers go on, and restarts wait
-for a new majority, which may lack the last writes. Each run has its own members: the run's id
-selects their ports. A member listens at its host's address in the endpoint. If that name is at
-loopback, as Debian sets it up, the member listens at ``--local-addr``, or at the address that
-``interface`` or ``network`` selects, or at the address from which the host reaches other members.
+The endpoint names the hosts of the members. [Start without a server](start/quorum.md) tells which
+hosts to name, where a member listens, and what is lost with it. A majority of the members is enough
+for each request, and no member leads. Each run has its own members: the run's id selects their
+ports.
 
-Limits: values up to 1 MiB, 32 MiB in a member. Nothing is encrypted; with a secret, members and
-clients prove to each other that they know it.
+Values up to 1 MiB, 32 MiB in a member. Nothing is encrypted; with a secret, members and clients
+prove to each other that they know it.
 """
 
 from __future__ import annotations
