@@ -110,18 +110,19 @@ def _killed(results: Results) -> list[str]:
         "Seconds from SIGKILL until all others have their rank in the next round, without a last "
         "call."
     )
+    killed = [it for it in KILLED if it in ("one", "the leader")]
     rows = []
-    for it in results.of("killed", f"{next(iter(KILLED))} s"):
-        found = [results.get("killed", it.subject, it.nodes, f"{whom} s") for whom in KILLED]
+    for it in results.of("killed", f"{killed[0]} s"):
+        found = [results.get("killed", it.subject, it.nodes, f"{whom} s") for whom in killed]
         rows.append([it.subject, str(it.nodes), *(_cell(figure, _seconds) for figure in found)])
-    return _section("Killed processes", text, ["store", "N", *KILLED], rows)
+    return _section("Killed processes", text, ["store", "N", *killed], rows)
 
 
 def _rest(results: Results) -> list[str]:
     text = (
         "What a node costs the server while its round runs, with the default "
-        "`keep_alive_interval`. Redis now gets about 260 bytes a node and second, because since "
-        "this was measured a heartbeat sends the whole record."
+        "`keep_alive_interval`. Since this was measured, a heartbeat on Redis sends the whole "
+        "record: about 260 bytes a node and second."
     )
     rows = []
     for it in results.of("rest", "server us a node and s"):
@@ -177,15 +178,14 @@ def _restart(results: Results) -> list[str]:
         "and then all-reduce over gloo every 50 ms. *busy*: four processes compute beside them. "
         "*torchrun*: under torchrun, not `rdzv run`. *silent host*: its network falls silent too, "
         "so the lease of 15 s decides. *warm*: with `--warm`, after each standby has imported "
-        "torch. [Restarts](restart.md#see-it-in-your-job) explains the phases, which add up; "
-        "*as told*: their sum in `rdzv history`."
+        "torch. [Restarts](restart.md#see-it-in-your-job) explains the phases, which have only their "
+        "medians here."
     )
-    rows = [
-        [it.subject, *(_cell(results.get(it.scenario, it.subject, it.nodes, name), _seconds)
-            for name in (restart.TOTAL, *restart.PHASES, restart.TOLD))]
-        for it in results.of("restart", restart.TOTAL)
-    ]  # fmt: skip
-    head = ["store", "kill to next step", *restart.PHASES, restart.TOLD]
+    rows = []
+    for it in results.of("restart", restart.TOTAL):
+        phases = [results.get("restart", it.subject, it.nodes, name) for name in restart.PHASES]
+        rows.append([it.subject, _cell(it, _seconds), *(_median(phase) for phase in phases)])
+    head = ["store", "kill to next step", *restart.PHASES]
     return _section("From a kill to the next step", text, head, rows)
 
 
@@ -211,20 +211,22 @@ def _machines(results: Results) -> list[str]:
     later: dict[str, list[str]] = {}
     for name, it in results.later.items():
         later.setdefault(_facts(it), []).append(name)
-    lines = [f"- {', '.join(names)}: {facts}." for facts, names in later.items()]
+    # A name may have a comma: "redis, busy".
+    lines = [f"- {'; '.join(names)}: {facts}." for facts, names in later.items()]
     text = f"{_facts(results.machine)}." + (" Measured later:" if lines else "")
     return ["## The machine", "\n".join([text, "", *lines]).strip()]
 
 
 def _facts(it: Machine) -> str:
     # A server's version begins with its name.
-    versions = ", ".join(
-        version if name.startswith("server ") else f"{name} {version}"
+    versions = "".join(
+        f", {version}" if name.startswith("server ") else f", {name} {version}"
         for name, version in it.versions.items()
+        if name.startswith("server ") or name in ("python", "torch")
     )
     return (
-        f"{it.cores} cores ({it.processor}), {it.memory_gb} GB, {it.kernel}, commit {it.commit}, "
-        f"load average {it.load:g}; {versions}"
+        f"{it.cores} cores ({it.processor}), {it.memory_gb} GB, load average {it.load:g}, "
+        f"commit {it.commit}{versions}"
     )
 
 
@@ -252,10 +254,10 @@ def _cell(figure: Figure | None, show: Show) -> str:
     return f"{show(figure.median)} ({spread})"
 
 
-def _median(figure: Figure) -> str:
-    """The cell without the spread, where every sample came to an end."""
+def _median(figure: Figure | None) -> str:
+    """Seconds without the spread, if every sample came to an end."""
     cell = _cell(figure, _seconds)
-    return cell if figure.failed else cell.partition(" (")[0]
+    return cell if figure is not None and figure.failed else cell.partition(" (")[0]
 
 
 def _seconds(value: float) -> str:

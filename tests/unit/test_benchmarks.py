@@ -87,10 +87,10 @@ def test_the_page_has_a_table_of_each_scenario() -> None:
         "| c10d | 1.10 | not in time |",
         "| redis | 1024 | 17,800 (17,800..17,800) | - |",
         f"| redis | 64 |{' 0.050 (-0.200..0.300) |' * 3}",
-        f"| redis | 64 |{' 0.700 (0.700..0.700) |' * 3}",
+        f"| redis | 64 |{' 0.700 (0.700..0.700) |' * 2}",
         "| redis | 64 | 276 (276..276) | 21.5 (21.5..21.5) |",
         "| redis | 10000 | 10.00 (10.00..10.00) | 4.00 (4.00..4.00) | - | - |",
-        f"| redis, busy |{' 5.34 (4.56..6.12) |' * 8}",
+        f"| redis, busy | 5.34 (4.56..6.12) |{' 5.34 |' * 6}",
     ):
         assert line in text.splitlines()
     assert "2 (1.5..2.5) ms more with this package installed (2 pairs)" in text
@@ -112,8 +112,8 @@ def test_a_later_run_replaces_and_adds_subjects() -> None:
     later = Results(machine=machine, figures=figures, limits=limits)
     both = results().with_later(later, (*STORES, *FLOORS, *TORCH_OWN))
     text = page(both)
-    assert "load average 0.1; python 3.11.7, redis 7.0.15. Measured later:\n\n- s3, redis: " in text
-    assert "commit abcdef, load average 0.1; weed 4.48." in text
+    assert "0123456789ab, python 3.11.7, redis 7.0.15. Measured later:\n\n- s3; redis: " in text
+    assert "commit abcdef, weed 4.48." in text
     rows = [it.subject for it in both.of("form", "s") if it.nodes in (2, 1024)]
     assert [*dict.fromkeys(rows)] == ["redis", "s3", "redis: the least program", "c10d"]
     found = both.get("form", "redis: the least program", 1024, "s")
@@ -129,7 +129,7 @@ def test_a_later_run_of_a_scenario_leaves_the_others() -> None:
     found, before = both.get("late", "redis", 64, "s"), both.get("form", "redis", 2, "s")
     assert found is not None
     assert (found.median, before) == (0.05, results().get("form", "redis", 2, "s"))
-    assert "\n- redis (late), s3: " in page(both)
+    assert "\n- redis (late); s3: " in page(both)
 
 
 def test_the_page_of_some_scenarios_has_no_empty_tables() -> None:
