@@ -16,8 +16,8 @@ Show = Callable[[float], str]
 
 
 _HEAD = (
-    "Measured on [one machine](#the-machine), with the servers on loopback. A cell has the median "
-    "and, in brackets, the least and the most. `benchmarks.json` has more figures; "
+    "Measured on [one machine](#the-machine), with the servers on loopback. The figures are "
+    "medians; brackets have the least and the most. `benchmarks.json` has more figures, and "
     "[Testing](testing.md#benchmarks) says how to measure them again."
 )
 
@@ -60,13 +60,13 @@ def _requests(results: Results) -> list[str]:
 
 def _form(results: Results) -> list[str]:
     text = (
-        "Medians of the seconds from the common start of N nodes until the last one has its rank "
-        "and MASTER_ADDR. All nodes share the processor. An empty cell was not measured. The plot "
-        "also has two programs without a protocol, which show the speed of the machine."
+        "Seconds from the common start of N nodes, which share the processor, until the last one "
+        "has its rank and MASTER_ADDR. An empty cell was not measured. The plot also has two "
+        "programs without a protocol, which show the speed of the machine."
     )
     figures = [it for it in results.of("form", "s") if it.subject not in FLOORS]
     sizes = sorted({it.nodes for it in figures})
-    cells = {(it.subject, it.nodes): _median(it) for it in figures}
+    cells = {(it.subject, it.nodes): _median(it, _seconds) for it in figures}
     rows = [[name, *(cells.get((name, size), "") for size in sizes)] for name in _subjects(figures)]
     head = ["", *(f"N={size:,}" for size in sizes)]
     section = _section("Rendezvous of N nodes, all joining at once", text, head, rows)
@@ -86,7 +86,7 @@ def _shared(results: Results) -> list[str]:
             continue
         passed = results.get("form", it.subject, it.nodes, "bytes a node")
         spent = results.get("form", it.subject, it.nodes, "server ms a node")
-        rows.append([it.subject, str(it.nodes), _cell(passed, _three), _cell(spent, _three)])
+        rows.append([it.subject, str(it.nodes), _median(passed, _three), _median(spent, _three)])
     head = ["store", "N", "bytes a node", "server, ms a node"]
     section = _section("What a round costs the server", text, head, rows)
     return [*section, f"![What a round costs on redis]({PLOTS[1]})"] if section else []
@@ -127,7 +127,7 @@ def _rest(results: Results) -> list[str]:
     rows = []
     for it in results.of("rest", "server us a node and s"):
         passed = results.get("rest", it.subject, it.nodes, "bytes a node and s")
-        rows.append([it.subject, str(it.nodes), _cell(passed, _three), _cell(it, _three)])
+        rows.append([it.subject, str(it.nodes), _median(passed, _three), _median(it, _three)])
     head = ["store", "N", "bytes a node and second", "server, µs a node and second"]
     return _section("At rest", text, head, rows)
 
@@ -142,8 +142,8 @@ def _swarm(results: Results) -> list[str]:
         spent = results.get("swarm", it.subject, it.nodes, "server s")
         passed = results.get("swarm", it.subject, it.nodes, "bytes a node")
         rest = results.get("swarm at rest", it.subject, it.nodes, "bytes a node and s")
-        cells = [_cell(it, _seconds), _cell(spent, _seconds), _cell(passed, _three)]
-        rows.append([it.subject, str(it.nodes), *cells, _cell(rest, _three)])
+        cells = [_median(it, _seconds), _median(spent, _seconds), _median(passed, _three)]
+        rows.append([it.subject, str(it.nodes), *cells, _median(rest, _three)])
     head = ["store", "N", "one round, s", "server, s", "bytes a node"]
     head += ["afterwards, bytes a node and second"]
     return _section("Large rounds in one process", text, head, rows)
@@ -178,13 +178,12 @@ def _restart(results: Results) -> list[str]:
         "and then all-reduce over gloo every 50 ms. *busy*: four processes compute beside them. "
         "*torchrun*: under torchrun, not `rdzv run`. *silent host*: its network falls silent too, "
         "so the lease of 15 s decides. *warm*: with `--warm`, after each standby has imported "
-        "torch. [Restarts](restart.md#see-it-in-your-job) explains the phases, which have only their "
-        "medians here."
+        "torch. [Restarts](restart.md#see-it-in-your-job) explains the phases."
     )
     rows = []
     for it in results.of("restart", restart.TOTAL):
         phases = [results.get("restart", it.subject, it.nodes, name) for name in restart.PHASES]
-        rows.append([it.subject, _cell(it, _seconds), *(_median(phase) for phase in phases)])
+        rows.append([it.subject, _cell(it, _seconds), *(_median(it, _seconds) for it in phases)])
     head = ["store", "kill to next step", *restart.PHASES]
     return _section("From a kill to the next step", text, head, rows)
 
@@ -254,9 +253,9 @@ def _cell(figure: Figure | None, show: Show) -> str:
     return f"{show(figure.median)} ({spread})"
 
 
-def _median(figure: Figure | None) -> str:
-    """Seconds without the spread, if every sample came to an end."""
-    cell = _cell(figure, _seconds)
+def _median(figure: Figure | None, show: Show) -> str:
+    """The cell without the spread, if every sample came to an end."""
+    cell = _cell(figure, show)
     return cell if figure is not None and figure.failed else cell.partition(" (")[0]
 
 

@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
@@ -27,8 +28,9 @@ _INDEXED_WORDS = 6
 # Headings of docs/protocol.md that only group rules.
 _PARTS = ("Safety", "Liveness", "Policies")
 _RULES = """
-Each rule of [the protocol](protocol.md), the tests that carry its name in `pytest.mark.rule(...)`,
-and the mutants that break it. The invariants check all rules. `make docs` writes this table.
+How many tests carry the name of a rule of [the protocol](protocol.md) in `pytest.mark.rule(...)`
+(whole files, classes or functions), and how many mutants break it. The invariants check all rules.
+`make docs` writes this table.
 """
 GENERATED = "<!-- Generated from the code by `make docs`; edit that. -->\n\n"
 
@@ -127,7 +129,7 @@ def troubleshooting_page() -> str:
 
 
 def simulation_page() -> str:
-    """The page as it is, with a table of the rules of docs/protocol.md and of what breaks them."""
+    """The page as it is, with a table of the rules of docs/protocol.md."""
     head, mark, _ = _read(HERE / "simulation.md").partition("\n## Rules\n")
     return f"{head}{mark}{rules_table()}"
 
@@ -135,29 +137,24 @@ def simulation_page() -> str:
 def rules_table() -> str:
     """Raises `KeyError` for a test or a mutant of a rule that docs/protocol.md does not have."""
     headings = re.findall(r"^###? (.+)$", _read(HERE / "protocol.md"), re.MULTILINE)
-    rows = {it.lower(): (it, set[str](), list[str]()) for it in headings if it not in _PARTS}
-    for path in sorted((HERE.parent / "tests").glob("*/test_*.py")):
-        for rule, place in _marked(path):
-            rows[rule.lower()][1].add(f"{path.parent.name}/{path.stem}{place}")
-    for name, mutant in MUTANTS.items():
-        rows[mutant.rule.lower()][2].append(name)
+    rules = {it.lower(): it for it in headings if it not in _PARTS}
+    paths = (HERE.parent / "tests").glob("*/test_*.py")
+    tests = Counter(rules[rule.lower()] for path in paths for rule in _marked(path))
+    mutants = Counter(rules[mutant.rule.lower()] for mutant in MUTANTS.values())
     lines = ["| rule | tests | mutants |", "| --- | --- | --- |"]
-    lines += [
-        f"| {heading} | {', '.join(sorted(tests)) or 'none'} | {', '.join(mutants) or 'none'} |"
-        for heading, tests, mutants in rows.values()
-    ]
+    lines += [f"| {it} | {tests[it]} | {mutants[it]} |" for it in rules.values()]
     return f"{_RULES}\n" + "\n".join(lines) + "\n"
 
 
-def _marked(path: Path) -> Iterator[tuple[str, str]]:
-    """(rule, the class or function marked with it; "" for the whole file)."""
+def _marked(path: Path) -> Iterator[str]:
+    """The rule of each mark of the file, of a class or of a function."""
     for node in ast.parse(_read(path)).body:
-        marks, place = getattr(node, "decorator_list", []), f"::{getattr(node, 'name', '')}"
+        marks = getattr(node, "decorator_list", [])
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
-            marks, place = list(ast.walk(node.value)), ""
+            marks = list(ast.walk(node.value))
         for mark in marks:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.rule":
-                yield from ((ast.literal_eval(rule), place) for rule in mark.args)
+                yield from map(ast.literal_eval, mark.args)
 
 
 def main() -> int:
