@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rdzv_plugins.kv import Capabilities
-from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored, refused
+from rdzv_plugins.kv.base import STAMP_BYTES, Limit, Problem, StoreClient, Stored
 from rdzv_plugins.settings.options import StoreOptions, option
 
 TABLE = """CREATE TABLE IF NOT EXISTS runs
@@ -114,7 +114,8 @@ class Client(StoreClient):
         if code == "SQLITE_CANTOPEN":
             return Problem(f"cannot be opened ({error}); is there such a folder, and is it ours?")
         if isinstance(error, sqlite3.Error):
-            return refused(str(error), "is the file ours to write, and not another program's?")
+            likely = "is the file ours to write, and not another program's?"
+            return Problem(f"refused a request: {error}; {likely}", state=True)
         return None
 
     def _select(self, limit: Limit, which: str, **names: bytes) -> dict[str, Stored]:

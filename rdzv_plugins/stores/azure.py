@@ -2,6 +2,7 @@
 
 The endpoint is ``az://container/folder``. Credentials are those of the environment (``AZURE_*``),
 or a managed identity. All else is as with the s3 backend.
+
 The identity needs the role Storage Blob Data Contributor on the container.
 """
 

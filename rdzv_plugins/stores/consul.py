@@ -6,6 +6,7 @@ of the hosts must agree within a few seconds.
 
 Values up to 384,000 bytes. An agent accepts 200 connections per address
 (``http_max_conns_per_client``) and a node holds three, so each host should have an agent.
+
 The token needs ``key_prefix "<prefix>/" { policy = "write" }``.
 """
 

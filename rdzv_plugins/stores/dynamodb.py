@@ -6,6 +6,7 @@ the key. Waiters poll, and [each poll is billed](choosing.md#know-what-dynamodb-
 On a global table all nodes must name the same region. Values up to 400,000 bytes. DynamoDB takes
 1,000 writes per second to a run: about 5,000 nodes with a heartbeat every 5 s. Items that have
 expired read as absent at once; DynamoDB deletes them within days.
+
 The role needs ``dynamodb:GetItem, PutItem, UpdateItem, Query, BatchGetItem, BatchWriteItem,
 PartiQLUpdate`` on the table and its index, and with create_table=true
 ``CreateTable, UpdateTimeToLive``.

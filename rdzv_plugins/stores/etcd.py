@@ -5,8 +5,9 @@ run under the prefix.
 
 Values up to 1 MiB (``--max-request-bytes`` is 1.5 MiB). Name all members. The gateway must be on
 (``--enable-grpc-gateway``, the default). It takes no user name from a client certificate: with
-authentication on, set user and password, and use a certificate without a common name. The user's
-role needs readwrite on the key prefix ``<prefix>/``.
+authentication on, set user and password, and use a certificate without a common name.
+
+The user's role needs readwrite on the key prefix ``<prefix>/``.
 """
 
 from __future__ import annotations

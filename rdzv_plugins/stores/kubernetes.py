@@ -8,6 +8,7 @@ A node whose round runs makes some 36 requests a minute with the default `keep_a
 
 Values up to 1,000,000 bytes. No expiry takes less than 12 s. For a list the API server reads all
 ConfigMaps of the namespace: give jobs a namespace without thousands of others.
+
 The user needs the verbs get, list, watch, create, update and delete on ConfigMaps in the namespace;
 for ``owner=auto`` also get on pods, and on the controllers of a Job.
 """

@@ -5,6 +5,7 @@ republishes what it stores, which wakes the waiters.
 
 A leader that was suspended or cut off may read old values for up to 10 s, and takes no write.
 Values up to 1,000,000 bytes, with a ``max_payload`` above that. In a cluster use three replicas.
+
 The user needs to publish to ``$KV.<bucket>.<prefix>.>`` and to ``$JS.API.STREAM.INFO``, ``MSG.GET``
 and ``PURGE`` of ``KV_<bucket>``, with create_bucket=true also to ``$JS.API.STREAM.CREATE``, and to
 subscribe to ``_INBOX.>`` and ``$RKV.<bucket>.<prefix>.>``. The prefix limits only writes: users who

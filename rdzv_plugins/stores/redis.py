@@ -5,6 +5,7 @@ A run is one hash, ``{<prefix>/<run id>}``, which only Lua scripts change.
 Replication is asynchronous, so a fail-over (Sentinel, Cluster) may lose the last writes. The round
 protocol survives that, as it survives a restart without data. Values up to 512 MB
 (``proto-max-bulk-len``).
+
 The user needs ``+@hash +@stream +@scripting +time +expire +pexpire +persist +del +hello`` on
 ``~{<prefix>/*``; for a database other than 0 also ``+select``, for a Cluster also
 ``+cluster|slots +command``.

@@ -8,6 +8,7 @@ later run under the prefix removes runs that have expired; a lifecycle rule take
 Values up to 4 MiB. S3 takes 3,500 writes and 5,500 reads a second under a prefix. A forked process
 may not use the client of its parent; torchrun's workers are not forked, those of a DataLoader are.
 ``$SSL_CERT_FILE`` names the PEM file of an authority that this host does not know.
+
 The user needs ``s3:GetObject, PutObject, DeleteObject`` on the objects and ``s3:ListBucket`` on the
 bucket.
 """

@@ -6,6 +6,7 @@ that writes to a run that has expired removes it, and so does a later run under 
 Values up to 1,046,528 bytes; a server with a ``jute.maxbuffer`` below the default closes the
 connection instead. A server accepts ``maxClientCnxns`` connections per address (60 if it is not
 set); a node needs one.
+
 With a user, only this user has access to the run's znodes (``CREATOR_ALL``; a client certificate
 also counts as a user), and each user needs a prefix of its own. The znodes of the prefix are open
 to all. To restrict them, create them before the first run, with ``cdr`` (create, delete, read) for
