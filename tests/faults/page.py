@@ -45,8 +45,8 @@ _RUNS = """
 _WHAT = """
 ## What each fault did
 
-"Goes on": no round ended; it has the longest pause of the training, if that was 1 s or more. Else
-the longest time in seconds from the end of the fault until a step was taken, and until all nodes
+"Goes on": no round ended. The first number is the longest time from the end of the fault until a
+step was taken; without it the time was below 1 s. The second is the longest time until all nodes
 took steps in one world. In brackets: how often the fault came. A dash: the store has no such fault.
 The lease is {lease:g} s, an interval {interval:g} s.
 

@@ -103,7 +103,7 @@ def _runs(small: Totals, large: Totals, processes: int | None) -> str:
         "on the slowest clock, plus twice the time to stop workers, plus 10 intervals, plus "
         "`rejoin_timeout` if an agent hangs. "
         f"Settling took {median:.1f} s in the median and {most:.1f} s at most. No seed came closer "
-        f"to its bound than {seed}, which took {share:.0%} of it. [An empty "
+        f"to its bound than {seed}, which took {share:.0%} of it. The exception of [an empty "
         f"store](protocol.md#exception-an-empty-store) excused {small.excused:,} pairs of hosts.\n",
     ]
     return "\n".join(lines)
