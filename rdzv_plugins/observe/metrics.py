@@ -97,82 +97,78 @@ class Metric:
 
 TABLE = (
     Metric("rdzv_info", MetricKind.GAUGE, labels=("run", "node", "backend", "version"),
-        text="1; its labels say which node of which run this is"),
+        text="1; the labels name this node and its run"),
     Metric("rdzv_condition", MetricKind.GAUGE, By.EXPORTER, labels=("condition",),
-        text="1 for the condition of the run, else 0: running, forming, dead or closed; NaN until "
-        "its heartbeats have been watched for long enough"),
+        text="1 for the run's condition, else 0: running, forming, dead or closed; NaN: not known "
+        "yet"),
     Metric("rdzv_rounds_total", MetricKind.COUNTER,
         text="rounds in which this node's agent got a rank"),
     Metric("rdzv_restarts_total", MetricKind.COUNTER, By.BOTH, labels=("cause",),
-        text="rounds after the first of the node, or of the run, by what became of which nodes: "
+        text="rounds after the first of the node or of the run, once for each cause: nodes were "
         "lost, left, failed (their workers), joined, evicted, held, stuck (did no "
-        "step), drained, excluded, or other; one round counts once for each of its causes"),
+        "step), drained, excluded; or other"),
     Metric("rdzv_forming_seconds", MetricKind.HISTOGRAM, labels=("phase",),
         buckets=_FORMING_BUCKETS,
-        text="seconds that a round took to form: gathering, from this node's request until it saw "
-        "its rank, and confirming, until all nodes had seen theirs"),
+        text="seconds that a round took to form: gathering, until this node saw its rank, and "
+        "confirming, until all nodes had seen theirs"),
     Metric("rdzv_restart_seconds", MetricKind.GAUGE, By.EXPORTER, labels=("phase",),
-        text="seconds of the last restart: noticed, from the last sign of life of the lost nodes; "
-        "stopped, until the others had stopped their workers; last_call; formed, until all had "
-        "seen their ranks; and if the script calls step(): started, until all workers had imported "
-        "rdzv_plugins, and first_step, until every rank had finished a step"),
+        text="seconds of the last restart, by the phases of rdzv history: noticed, stopped, "
+        "last_call, formed; and if the script calls step(), started and first_step"),
     Metric("rdzv_restart_lost_steps", MetricKind.GAUGE, By.EXPORTER,
-        text="steps that the last restart repeats; only if the script calls step()"),
+        text="steps that the last restart repeats, if the script calls step()"),
     Metric("rdzv_goodput_ratio", MetricKind.GAUGE, By.EXPORTER,
-        text="the share of the run's time that went into steps that count, 0 to 1; only if the "
-        "script calls step()"),
-    Metric("rdzv_round", MetricKind.GAUGE, By.BOTH, text="number of the round, as last read"),
+        text="the share of the run's time in steps that still count, 0 to 1, if the script calls "
+        "step()"),
+    Metric("rdzv_round", MetricKind.GAUGE, By.BOTH, text="number of the round"),
     Metric("rdzv_round_nodes", MetricKind.GAUGE, By.BOTH,
-        text="nodes that have a rank in it; 0 while it forms"),
+        text="nodes with a rank in the round; 0 while it forms"),
     Metric("rdzv_phase", MetricKind.GAUGE, By.BOTH, labels=("phase",),
-        text="1 for the phase in which it is, else 0: forming, confirming, running or closed"),
+        text="1 for the round's phase, else 0: forming, confirming, running or closed"),
     Metric("rdzv_phase_began_timestamp_seconds", MetricKind.GAUGE, By.BOTH,
-        text="when the phase of rdzv_phase began, on the wall clock of the node that led; NaN "
-        "once the run is closed"),
+        text="when this phase began, on the leader's wall clock; NaN once the run is closed"),
     Metric("rdzv_last_call_ends_timestamp_seconds", MetricKind.GAUGE, By.BOTH,
-        text="when the last call of the round ends that forms, on its leader's wall clock; NaN "
-        "where none runs"),
+        text="when the last call of the forming round ends, on the leader's wall clock; NaN: none "
+        "runs"),
     Metric("rdzv_nodes", MetricKind.GAUGE, By.BOTH, labels=("state",),
-        text=f"nodes of the run by state: {', '.join(STATES)}; of the nodes, only "
-        "the one that leads reports it"),
+        text=f"nodes of the run by state: {', '.join(STATES)}; only the leader and the exporter "
+        "report it"),
     Metric("rdzv_nodes_waiting", MetricKind.GAUGE, By.BOTH,
         text="what num_nodes_waiting() returns to this node's agent, or to the agents of the last "
-        "round: above 0, they are to join the next one"),
+        "round: above 0, they restart"),
     Metric("rdzv_step", MetricKind.GAUGE, By.BOTH,
-        text="last step of the slowest rank, of this node or of the run, as rdzv_plugins.step() "
-        "tells it; NaN where no script calls it"),
+        text="last step() of the slowest rank of this node or of the run; NaN: no script calls it"),
     Metric("rdzv_step_seconds", MetricKind.GAUGE, By.BOTH,
-        text="seconds that its last steps took on average; 0: not known, or below a millisecond"),
+        text="average seconds of its last steps; 0: not known, or below a millisecond"),
     Metric("rdzv_step_stalled_seconds", MetricKind.GAUGE, By.BOTH,
-        text="seconds without a step, once that is more than 60 and more than 20 times the usual, "
-        "or step_timeout; else 0"),
+        text="seconds without a step, if more than 60 and 20 times the usual, or step_timeout; "
+        "else 0"),
     Metric("rdzv_rank_behind", MetricKind.GAUGE, By.BOTH, labels=("host",),
-        text="the rank that is behind the others or stands still, by its host; of the nodes, only "
-        "the one that leads reports it"),
-    Metric("rdzv_leads", MetricKind.GAUGE, text="1 if this node leads the run, else 0"),
+        text="the rank that is behind or stands still, by its host; only the leader and the "
+        "exporter report it"),
+    Metric("rdzv_leads", MetricKind.GAUGE, text="1 if this node leads, else 0"),
     Metric("rdzv_heartbeat_age_seconds", MetricKind.GAUGE,
         text="seconds since this node last wrote its heartbeat"),
     Metric("rdzv_last_heartbeat_timestamp_seconds", MetricKind.GAUGE, By.EXPORTER,
-        text="when the newest heartbeat of the run was written, on the wall clock of its node"),
+        text="when the run's newest heartbeat was written, on the wall clock of its node"),
     Metric("rdzv_leader_silence_seconds", MetricKind.GAUGE, By.BOTH,
-        text="seconds since the leader's heartbeat was last seen to move: by this node, 0 on the "
-        "leader itself, or by the exporter, which looks when it is scraped"),
+        text="seconds since the leader's heartbeat last moved, as seen by this node or the "
+        "exporter; 0 on the leader"),
     Metric("rdzv_lease_seconds", MetricKind.GAUGE,
         text="seconds without a heartbeat after which this node is lost"),
     Metric("rdzv_clock_difference_seconds", MetricKind.GAUGE, By.EXPORTER, labels=("host",),
-        text="seconds by which the wall clock of a host is ahead of the exporter's, or behind it "
-        "if negative; only of hosts that are off by more than 5 s"),
+        text="seconds by which a host's wall clock is ahead of the exporter's; below 0: behind; "
+        "only if more than 5 s"),
     Metric("rdzv_store_request_seconds", MetricKind.HISTOGRAM, labels=("kind",),
         buckets=_REQUEST_BUCKETS,
-        text="seconds of a request to the store with its retries, by the client's method: get, "
-        "put_many, compare_and_set, list and so on; wait includes what it waits for"),
+        text="seconds of a request to the store with its retries, by the client's method, such as "
+        "get or put_many; wait includes the time it waits"),
     Metric("rdzv_store_failures_total", MetricKind.COUNTER, labels=("kind",),
-        text="requests that failed, after their retries"),
-    Metric("rdzv_store_retries_total", MetricKind.COUNTER, text="attempts after a request's first"),
+        text="requests that failed with all retries"),
+    Metric("rdzv_store_retries_total", MetricKind.COUNTER, text="retries of requests"),
     Metric("rdzv_store_outage_seconds_total", MetricKind.COUNTER,
-        text="seconds for which the store was away, from the first failed request on"),
+        text="seconds for which the store was away"),
     Metric("rdzv_store_members_up", MetricKind.GAUGE, By.EXPORTER,
-        text="members of the store that are up, where the run's nodes keep it up"),
+        text="members of the quorum that are up"),
     Metric("rdzv_store_up", MetricKind.GAUGE, By.BOTH, of_run=False,
         text="0 while the store is away, else 1"),
 )  # fmt: skip
