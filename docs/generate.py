@@ -61,7 +61,8 @@ def markdown_table(cls: type) -> str:
     lines = ["| option | default | meaning |", "| --- | --- | --- |"]
     for name, default, meaning in option_rows(cls):
         escaped = meaning.replace("``", "`").replace("|", "\\|")
-        lines.append(f"| `{name}` | {default} | {escaped} |")
+        linked = re.sub(r"\b([a-z-]+)\.md\b", r"[\1](\1.md)", escaped)
+        lines.append(f"| `{name}` | {default} | {linked} |")
     return "\n".join(lines) + "\n"
 
 
@@ -71,11 +72,11 @@ def options_page() -> str:
     parts = [
         GENERATED,
         "# Options\n\n",
-        "Each is given as `--rdzv-conf name=value,name=value`, or as the environment variable "
-        "`RDZV_PLUGINS_<NAME>`, which `--rdzv-conf` overrides. An unknown option, a value of the "
-        "wrong type or out of range is refused with one line that says what is allowed.\n\n"
-        "Secrets come from the environment, a file or the endpoint, never from `--rdzv-conf`, "
-        "and are shown in no log, exception or `repr`.\n\n",
+        "Set an option with `--rdzv-conf name=value,name=value`, or with the environment variable "
+        "`RDZV_PLUGINS_<NAME>`, which `--rdzv-conf` overrides. An unknown option or a wrong value "
+        "is refused with a line that says what is allowed. Secrets come from the environment, a "
+        "file or the endpoint, never from `--rdzv-conf`; no log, exception or `repr` shows "
+        "them.\n\n",
         "## Every backend\n\n",
         markdown_table(Settings),
         "\n",
@@ -85,17 +86,20 @@ def options_page() -> str:
         named = [name for name, cls in options.items() if issubclass(cls, base)]
         parts += [f"\n## {', '.join(named)}\n\n", markdown_table(base)]
     for name, cls in options.items():
-        parts += [f"\n## {name}\n\n", markdown_table(cls)]
+        if option_rows(cls):
+            parts += [f"\n## {name}\n\n", markdown_table(cls)]
     parts += [
         "\n## Options of torch's own backends\n\n",
-        "A job that comes from `c10d`, `etcd` or `etcd-v2` may carry their options along. The "
-        "options of torch's dynamic handler mean the same here. Of the others, these have no "
-        "effect, and the agent's log says so in a line:\n\n",
+        "The options of torch's dynamic handler mean the same here. These of `c10d`, `etcd` and "
+        "`etcd-v2` have no effect, and the agent's log says so:\n\n",
         "| option | why |\n| --- | --- |\n",
         *(f"| `{name}` | {why} |\n" for name, why in WITHOUT_EFFECT.items()),
-        "\nThese are refused with a line that says what to write:\n\n",
-        "| option | here |\n| --- | --- |\n",
-        *(f"| `{name}` | {here} |\n" for name, here in COUNTERPARTS.items()),
+        "\nThese are refused:\n\n",
+        "| option | write instead |\n| --- | --- |\n",
+        *(
+            f"| {', '.join(f'`{name}`' for name, it in COUNTERPARTS.items() if it == here)} | {here} |\n"
+            for here in dict.fromkeys(COUNTERPARTS.values())
+        ),
     ]
     return "".join(parts)
 

@@ -52,151 +52,136 @@ class Settings:
     """The handler's own options."""
 
     join_timeout: float = option(600.0, least=0.001)
-    """seconds within which a node must be in a complete round; torch's name ``timeout`` is
-    accepted, except the 900 that torchrun adds by itself"""
+    """seconds within which a node must be in a complete round; torch's name ``timeout`` works too,
+    except the 900 that torchrun adds by itself"""
     last_call_timeout: float = option(30.0, least=0)
     """seconds to wait for more nodes once the minimum has joined"""
     close_timeout: float = option(30.0, least=0.001)
     """seconds within which closing the run must succeed"""
     heartbeat_timeout: float | None = option(None, least=0.01)
-    """seconds that one request to the store may take, with its retries; none: a third of the lease,
-    from 2 to 5"""
+    """seconds for one request to the store, with its retries; none: a third of the lease, from 2 to
+    5"""
     keep_alive_interval: float = option(5.0, least=0.05)
     """seconds between two heartbeats of a node"""
     # At least two: a lease of one interval would expire between two punctual heartbeats.
     keep_alive_max_attempt: int = option(3, least=2)
-    """intervals without a heartbeat until a node is lost (the lease)"""
+    """the lease: intervals without a heartbeat until a node is lost"""
     restart_on_loss: bool = option(True, of_run=True)
     """when a node is lost, restart the others at once"""
     replacement_timeout: float | None = option(None, least=0, of_run=True)
-    """seconds that a restart after a loss waits for more nodes than the minimum; none:
-    last_call_timeout. If all nodes of the last round are back, it does not wait"""
+    """seconds that a restart after a loss waits for more nodes than the minimum, unless all nodes
+    of the last round are back; none: last_call_timeout"""
     grow: str = option("now", choices=("now", "checkpoint", "never"), of_run=True)
-    """when newcomers may end a running round that has room: now (after last_call_timeout, or once
-    they fill the round), checkpoint (when a worker calls ``rdzv_plugins.saved()``, or at ``rdzv
-    resize``) or never. Any other restart lets them in"""
+    """when new nodes may end a running round that has room: now, checkpoint (after
+    ``rdzv_plugins.saved()``) or never; see policies.md"""
     save_timeout: float = option(60.0, least=0, of_run=True)
-    """seconds that a planned end of a round (``rdzv drain``, ``restart`` and ``resize``,
-    grow=checkpoint, a signal to ``rdzv run``) waits for the checkpoint of a script that calls
-    ``rdzv_plugins.step()``; 0: it does not wait"""
+    """seconds that a planned restart waits for the checkpoint of a script that calls
+    ``rdzv_plugins.step()``; 0: it does not wait; see policies.md"""
     step_timeout: float = option(0.0, least=0, of_run=True)
-    """seconds without a step after which the round ends, and the rank is named that stood still
-    first; see policies.md. For a script that calls ``rdzv_plugins.step()``; 0: never"""
+    """seconds without ``rdzv_plugins.step()`` after which the round ends; see policies.md; 0:
+    never"""
     leave_notice: float = option(25.0, least=0)
-    """seconds after SIGTERM, or another of ``--signals-to-handle``, within which ``rdzv run``
-    leaves; until the run has saved, its workers train on; at most save_timeout"""
+    """seconds within which ``rdzv run`` leaves after SIGTERM or another of ``--signals-to-handle``;
+    until then it waits for the checkpoint, at most save_timeout"""
     min_uptime: float = option(0.0, least=0, of_run=True)
-    """seconds that a round runs before it is ended for newcomers"""
+    """seconds that a round runs before it ends for new nodes"""
     resize_interval: float = option(0.0, least=0, of_run=True)
-    """seconds between two rounds that begin for newcomers"""
+    """seconds between two rounds that begin for new nodes"""
     no_progress_rounds: int = option(0, least=0, of_run=True)
-    """the run is closed, and torchrun exits with 93, after so many rounds in a row that ran for
-    less than no_progress_uptime and did not end for newcomers; 0: never"""
+    """so many rounds in a row that ran for less than no_progress_uptime, and did not end for new
+    nodes, close the run; agents then exit with 93; 0: never"""
     no_progress_uptime: float = option(60.0, least=0, of_run=True)
     """seconds; see no_progress_rounds"""
     quarantine_after: int | None = option(None, least=0, of_run=True)
-    """a host is kept out for a time after it has ended so many rounds within quarantine_window by
-    its loss or its workers' failure, if enough other nodes are there; none: 3, and only losses
-    count; 0: never"""
+    """a host that has ended so many rounds within quarantine_window is kept out for a time; none:
+    3, and only losses count; 0: never; see taking-nodes-out.md"""
     quarantine_window: float = option(3600.0, least=1, of_run=True)
-    """seconds; also the longest quarantine: the first takes a tenth of it, each further one of the
-    host twice as long"""
+    """seconds; also the longest quarantine"""
     rank_order: str = option(
         "natural", choices=("natural", "stable", "hint", "topology"), of_run=True
     )
-    """natural (by address, node2 before node10), stable (nodes of the last round keep their order,
-    new nodes follow), hint (by the option ``rank``) or topology (by the option ``domain``)"""
+    """natural (by address, node2 before node10), stable (as in the last round, then new nodes),
+    hint (by the option ``rank``) or topology (by ``domain``)"""
     rank: int | None = option(None, least=0)
-    """this node's position for rank_order=hint, e.g. $SLURM_NODEID"""
+    """this node's position for rank_order=hint, such as $SLURM_NODEID"""
     domain: str | None = option(None)
-    """where this node is, for rank_order=topology and segment: ``rack7``, or levels, the widest
-    first, as in ``spine1/leaf3/rack7``; none: as Slurm (SLURM_TOPOLOGY_ADDR) or NVML (the NVLink
-    domain) says"""
+    """this node's place in the network, for rank_order=topology and segment: ``rack7``, or levels
+    such as ``spine1/leaf3/rack7``; none: as Slurm or NVML says; see policies.md"""
     node_unit: int = option(1, least=1, of_run=True)
     """a round has a multiple of so many nodes; the rest wait as spares"""
     segment: int = option(1, least=1, of_run=True)
     """a round has whole segments of so many nodes of one domain; the rest wait as spares"""
     network_check: bool = option(False, of_run=True)
-    """before a round runs, pairs of nodes exchange 4 MiB each way, and all dial rank 0's
-    MASTER_PORT; a node that fails with several others is left out; see node-checks.md"""
+    """before a round runs, its nodes exchange data and dial rank 0; see node-checks.md"""
     links: bool = option(True)
-    """neighbours in rank order keep connections to each other, at a port of master_port: a killed
-    process is noticed after about a second, and not after its lease. on_outage=stop turns links
-    off"""
+    """neighbours in rank order keep connections to each other, to notice a killed process after
+    about a second, not after its lease; off with on_outage=stop"""
     rejoin_timeout: float = option(600.0, least=0.001)
-    """seconds that a round waits for a live node of the last round before it starts without that
-    node; a tenth of this if other nodes fill the round; at most 0.8 x join_timeout"""
+    """seconds that a round waits for a live node of the last round; a tenth of this if other nodes
+    fill the round; at most 0.8 x join_timeout"""
     loss_shutdown_timeout: float = option(5.0, least=0)
-    """seconds from SIGTERM to SIGKILL for the workers of a round that has lost a node or
-    hung, at most ``--shutdown-timeout``; for ``rdzv run``, torchrun takes 30 s"""
+    """seconds from SIGTERM to SIGKILL for workers after a loss or a stall, under ``rdzv run``; at
+    most ``--shutdown-timeout``"""
     on_outage: str = option("continue", choices=("continue", "stop"))
-    """while the store does not answer: workers continue, or stop after outage_limit, so that no
-    second copy of the job trains; stop turns links off. A node that the store refuses while it
-    accepts others stops its workers after its lease in any case; see split-brain.md"""
+    """while the store does not answer, workers continue, or stop after outage_limit, so that no
+    second copy of the job trains; see split-brain.md"""
     outage_limit: float | None = option(None, least=0)
     """with on_outage=stop: seconds without an accepted heartbeat after which a node stops its
     workers; none: the lease"""
     closed_ttl: float = option(60.0, least=0)
-    """seconds for which the id of a closed run stays taken once no node trains in it; at least the
+    """seconds for which the id of a closed run stays taken after its last workers; at least the
     lease"""
     abandoned_ttl: float = option(3600.0, least=1)
     """seconds until the keys of a run without a leader expire; at least four leases"""
     history_ttl: float = option(604800.0, least=0)
-    """seconds that the last rounds of a run, its end and its entry in the list of runs are kept; 0:
-    they are not written"""
+    """seconds that a run's last rounds, its end and its entry in the list of runs are kept; 0: they
+    are not written"""
     check_command: str | None = option(None)
-    """a program with arguments, run before this node joins: status 0 lets it join, else the last
-    line of the output is the reason why not; see node-checks.md"""
+    """a program with arguments, run before this node joins: status 0 lets it join; see
+    node-checks.md"""
     checks: str | None = option(None)
-    """more such checks, with a comma or + between: gpu (extra ``gpu``), disk, network, and entry
-    points of the group rdzv_plugins.health"""
+    """more checks, with a comma or + between: gpu (extra ``gpu``), disk, network, and your own"""
     check_timeout: float = option(60.0, least=0.001)
-    """seconds that each check may take"""
+    """seconds for each check"""
     check_at: str = option("join", choices=("join", "restart"))
-    """join (before a node that is in no round joins) or restart (each time that its agent asks for
-    a round)"""
+    """join (before a node joins the run) or restart (before each round too)"""
     on_unhealthy: str = option("wait", choices=("wait", "exit"))
-    """what a node does whose checks fail, or whose host lets no worker start: wait (the others go
-    on; it tries again after 1, 2, 4 ... up to 60 s, until join_timeout) or exit"""
+    """if checks fail, or the host lets no worker start: wait (and try again, until join_timeout) or
+    exit"""
     check_fails_open: bool = option(False)
-    """a check that cannot run (no such program, no answer in time, an exception) counts as passed,
-    with a warning"""
+    """a check that cannot run counts as passed, with a warning"""
     check_disk: str | None = option(None)
-    """the directory for the check ``disk``; none: $TMPDIR"""
+    """the directory of the check ``disk``; none: $TMPDIR"""
     check_disk_free: float = option(1.0, least=0)
     """GiB that must be free there"""
     interface: str | None = option(None)
-    """the network interface whose address the others dial, e.g. ib0; none: that by which this node
-    reaches the store, or, if that is loopback, the default route"""
+    """the network interface whose address other nodes dial, such as ib0; none: the one to the
+    store, or, if that is loopback, to the default route"""
     network: str | None = option(None)
-    """the network in which the address is that the others dial, e.g. 10.1.0.0/16. ``--local-addr``
-    overrides both"""
+    """the network of the address that other nodes dial, such as 10.1.0.0/16. ``--local-addr``
+    overrides this and interface"""
     master_port: str | None = option(None)
-    """the range of at least three ports, such as 30000-30999, for rank 0's MASTER_PORT, ``links``
-    and ``network_check``; none: any free port. Each round has another port than the one before. If
-    hosts of two runs may get each other's addresses, give each run its own range, or a wide one;
-    see split-brain.md. gloo and NCCL open other ports"""
+    """a range of three or more ports, such as 30000-30999, for rank 0's MASTER_PORT, ``links`` and
+    ``network_check``, but not for gloo and NCCL; none: any free port; see split-brain.md"""
     log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
-    """the least level of this package's lines on stderr: DEBUG, INFO, WARNING or ERROR; without
-    effect where the application has set up logging"""
+    """the least level of this package's lines on stderr, unless the application has set up logging:
+    DEBUG, INFO, WARNING or ERROR"""
     metrics_port: int | None = option(None, least=0)
-    """serve /metrics, /healthz and /why of this node on this port; 0: any free one, which the log
-    names (extra ``metrics``)"""
+    """serve /metrics, /healthz and /why of this node on this port; 0: any free one (extra
+    ``metrics``); see metrics.md"""
     metrics_host: str | None = option(None)
-    """address on which they are served; if other hosts can reach it, page_token is needed; none:
-    127.0.0.1"""
+    """the address of these pages; none: 127.0.0.1. Any other needs page_token"""
     page_token: str | None = option(None, secret=True)
-    """the token for /metrics and /why, and for ``rdzv dashboard`` and ``rdzv exporter``: clients
-    send it as the header `Authorization: Bearer`. Set it in $RDZV_PLUGINS_PAGE_TOKEN"""
+    """the token for these pages, ``rdzv dashboard`` and ``rdzv exporter``; set it in
+    $RDZV_PLUGINS_PAGE_TOKEN"""
     page_token_file: str | None = option(None)
-    """file whose first line is that token; read at each request"""
+    """file whose first line is that token"""
     otel: bool = option(False)
-    """report the same metrics through OpenTelemetry, if the application has set it up (extra
-    ``otel``)"""
+    """report the metrics through OpenTelemetry (extra ``otel``); see metrics.md"""
     handler: str = option("rdzv", choices=("rdzv", "torch"))
-    """rdzv (this package's handler) or torch (torch's own handler on this backend; it has no
-    master_port, no metrics and otel, and none of the options from restart_on_loss to outage_limit
-    and from abandoned_ttl to check_disk_free)"""
+    """rdzv (this package's handler) or torch (torch's own on this backend, without master_port,
+    metrics, otel, and the options from restart_on_loss to outage_limit and from abandoned_ttl to
+    check_disk_free)"""
 
     def __post_init__(self) -> None:
         if self.metrics_port is not None and self.metrics_port > _LARGEST_PORT:
@@ -306,10 +291,10 @@ class StoreOptions:
     prefix: str = option("rdzv")
     """first part of every key: ``<prefix>/<run id>/``"""
     secret: str | None = option(None, secret=True)
-    """keeps strangers out: every value is sealed with it, and what has no such seal counts as
-    absent; the same for all nodes and commands. Set it in $RDZV_PLUGINS_SECRET"""
+    """keeps strangers out; the same for all nodes and commands; set it in $RDZV_PLUGINS_SECRET; see
+    operating.md"""
     secret_file: str | None = option(None)
-    """file whose first line is the secret; a second one is accepted too, while one is replaced"""
+    """file whose first line is the secret; a second secret may follow while you replace it"""
 
     def __post_init__(self) -> None:
         _refuse_both(self.secret, "secret_file", self.secret_file)
@@ -338,7 +323,8 @@ class PollingOptions(StoreOptions):
     poll_interval_min: float = option(0.1, least=0.001)
     """seconds between the first polls of a waiter"""
     poll_interval_max: float = option(2.0, least=0.001)
-    """longest interval between polls, in seconds: a waiter notices a change within that time"""
+    """longest interval between polls, in seconds: the longest time until a waiter notices a
+    change"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -353,12 +339,12 @@ class ServerOptions(StoreOptions):
     user: str | None = option(None)
     """user name; a user in the endpoint takes precedence"""
     password: str | None = option(None, secret=True)
-    """set it in $RDZV_PLUGINS_PASSWORD or in the endpoint; refused in --rdzv-conf, which every user
-    of the host can read"""
+    """set it in $RDZV_PLUGINS_PASSWORD or in the endpoint; refused in --rdzv-conf, which others can
+    read"""
     password_file: str | None = option(None)
     """file whose first line is the password"""
     tls: bool = option(False)
-    """encrypt the connection; an endpoint with rediss:// or https:// implies it"""
+    """encrypt the connection, as rediss:// and https:// do"""
     ca_file: str | None = option(None)
     """PEM file of the trusted authorities; none: the system's"""
     cert_file: str | None = option(None)

@@ -23,7 +23,7 @@ class Options(PollingOptions):
     account: str | None = option(None)
     """name of the storage account; none: $AZURE_STORAGE_ACCOUNT_NAME"""
     url: str | None = option(None)
-    """where another store of the protocol is, as in ``http://127.0.0.1:10000/devstoreaccount1``"""
+    """another store of the protocol, such as ``http://127.0.0.1:10000/devstoreaccount1``"""
 
 
 class Client(BucketClient):

@@ -90,7 +90,7 @@ class Options(ServerOptions):
 
     token: str | None = option(None, secret=True)
     """ACL token; set it in $RDZV_PLUGINS_TOKEN; none: the password. With a token, user and password
-    are HTTP basic authentication"""
+    are for HTTP basic authentication"""
     token_file: str | None = option(None)
     """file whose first line is the ACL token"""
     datacenter: str | None = option(None)

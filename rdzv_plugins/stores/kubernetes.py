@@ -166,8 +166,7 @@ class Options(ServerOptions):
     """what the ConfigMaps belong to, and are deleted with: auto (in a pod, its controller), none,
     or ``<apiVersion>/<kind>/<name>/<uid>``"""
     labels: str | None = option(None)
-    """more labels of the ConfigMaps, as a policy of the cluster may ask for:
-    ``team=ml+cost-center=42``"""
+    """more labels of the ConfigMaps: ``team=ml+cost-center=42``"""
 
 
 class Client(EpochClient):

@@ -153,9 +153,9 @@ class Options(ServerOptions):
     create_bucket: bool = option(False)
     """create the bucket if there is none"""
     replicas: int = option(0, least=0)
-    """copies of a bucket that is created; 0: three in a cluster, one elsewhere"""
+    """copies of a bucket that it creates; 0: three in a cluster, else one"""
     storage: str = option("file", choices=("file", "memory"))
-    """where a bucket that is created keeps its data: file or memory"""
+    """storage of a bucket that it creates: file or memory"""
     domain: str | None = option(None)
     """JetStream's domain, as behind a leaf node; none: the server's own"""
     token: str | None = option(None, secret=True)

@@ -225,8 +225,8 @@ class Options(ServerOptions):
     """
 
     database: str | None = option(None)
-    """database; a database in the endpoint takes precedence; none: libpq's default, the database
-    with the user's name"""
+    """database; a database in the endpoint takes precedence; none: libpq's default, the user's
+    name"""
     table: str = option("rdzv")
     """the table, also as schema.table"""
     create_table: bool = option(False)

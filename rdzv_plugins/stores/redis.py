@@ -195,18 +195,18 @@ class Options(ServerOptions):
     database: int = option(0, least=0)
     """database number; a number in the endpoint takes precedence"""
     sentinel: str | None = option(None)
-    """name of the primary; the endpoint's hosts are then Sentinels"""
+    """name of the primary; the endpoint names Sentinels"""
     sentinel_user: str | None = option(None)
-    """user name of the Sentinels' own"""
+    """the Sentinels' own user"""
     sentinel_password: str | None = option(None, secret=True)
     """the Sentinels' own; set it in $RDZV_PLUGINS_SENTINEL_PASSWORD; with neither this nor
-    sentinel_user, Sentinels are asked without a log-in, and then with that of the servers"""
+    sentinel_user: first no log-in, then that of the servers"""
     sentinel_password_file: str | None = option(None)
-    """file whose first line is the Sentinels' own password"""
+    """file whose first line is that password"""
     sentinel_tls: bool | None = option(None)
     """whether the Sentinels speak TLS; none: as the servers do"""
     cluster: bool = option(False)
-    """the endpoint's hosts are nodes of a Redis Cluster"""
+    """the endpoint names nodes of a Redis Cluster"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

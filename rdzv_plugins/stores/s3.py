@@ -40,8 +40,8 @@ class Options(PollingOptions):
     region: str | None = option(None)
     """region of the bucket; none: $AWS_REGION or $AWS_DEFAULT_REGION"""
     url: str | None = option(None)
-    """where a compatible store is, as in ``https://minio.example.org:9000``; none:
-    $AWS_ENDPOINT_URL, or AWS itself"""
+    """a compatible store, such as ``https://minio.example.org:9000``; none: $AWS_ENDPOINT_URL, or
+    AWS itself"""
 
 
 class Client(BucketClient):

@@ -26,14 +26,13 @@ class Options(StoreOptions):
     """
 
     cluster: str | None = option(None)
-    """the members' name for their cluster; none: the run's id, so that each run has members of its
-    own"""
+    """the name of the members' cluster; none: the run's id, so that each run has its own members"""
     ports: str = option("29600-29699")
-    """where members listen; the cluster's name decides on which of them. A port in the endpoint
-    overrides it"""
+    """where members listen; the cluster's name selects the ports. A port in the endpoint overrides
+    it"""
     linger: float = option(30.0, least=0)
-    """seconds that a member outlives its own node at most, while other nodes of the run are there;
-    5 after a signal"""
+    """seconds that a member outlives its own node, while other nodes of the run are there; 5 after
+    a signal"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
