@@ -96,12 +96,17 @@ def options_page() -> str:
         *(f"| `{name}` | {why} |\n" for name, why in WITHOUT_EFFECT.items()),
         "\nThese are refused:\n\n",
         "| option | write instead |\n| --- | --- |\n",
-        *(
-            f"| {', '.join(f'`{name}`' for name, it in COUNTERPARTS.items() if it == here)} | {here} |\n"
-            for here in dict.fromkeys(COUNTERPARTS.values())
-        ),
+        *(f"| `{'`, `'.join(theirs)}` | {here} |\n" for here, theirs in counterparts().items()),
     ]
     return "".join(parts)
+
+
+def counterparts() -> dict[str, list[str]]:
+    """By what to write here, the options of torch's backends."""
+    found: dict[str, list[str]] = {}
+    for name, here in COUNTERPARTS.items():
+        found.setdefault(here, []).append(name)
+    return found
 
 
 def stores_page() -> str:
