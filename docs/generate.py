@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 from rdzv_plugins.settings.options import PollingOptions, ServerOptions, Settings, StoreOptions
@@ -51,15 +51,15 @@ def option_rows(cls: type) -> list[tuple[str, str, str]]:
 
 def shown(default: object) -> str:
     if default is None:
-        return "none"
+        return ""
     if isinstance(default, bool):
         return str(default).lower()
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
-def markdown_table(cls: type) -> str:
+def markdown_table(*classes: type) -> str:
     lines = ["| option | default | meaning |", "| --- | --- | --- |"]
-    for name, default, meaning in option_rows(cls):
+    for name, default, meaning in chain.from_iterable(map(option_rows, classes)):
         escaped = meaning.replace("``", "`").replace("|", "\\|")
         linked = re.sub(r"\b([a-z-]+)\.md\b", r"[\1](\1.md)", escaped)
         lines.append(f"| `{name}` | {default} | {linked} |")
@@ -78,9 +78,7 @@ def options_page() -> str:
         "file or the endpoint, never from `--rdzv-conf`; no log, exception or `repr` shows "
         "them.\n\n",
         "## Every backend\n\n",
-        markdown_table(Settings),
-        "\n",
-        markdown_table(StoreOptions),
+        markdown_table(Settings, StoreOptions),
     ]
     for base in shared:
         named = [name for name, cls in options.items() if issubclass(cls, base)]

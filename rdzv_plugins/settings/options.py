@@ -59,8 +59,8 @@ class Settings:
     close_timeout: float = option(30.0, least=0.001)
     """seconds within which closing the run must succeed"""
     heartbeat_timeout: float | None = option(None, least=0.01)
-    """seconds for one request to the store, with its retries; none: a third of the lease, from 2 to
-    5"""
+    """seconds for one request to the store, with its retries; default: a third of the lease, from 2
+    to 5"""
     keep_alive_interval: float = option(5.0, least=0.05)
     """seconds between two heartbeats of a node"""
     # At least two: a lease of one interval would expire between two punctual heartbeats.
@@ -70,7 +70,7 @@ class Settings:
     """when a node is lost, restart the others at once"""
     replacement_timeout: float | None = option(None, least=0, of_run=True)
     """seconds that a restart after a loss waits for more nodes than the minimum, unless all nodes
-    of the last round are back; none: last_call_timeout"""
+    of the last round are back; default: last_call_timeout"""
     grow: str = option("now", choices=("now", "checkpoint", "never"), of_run=True)
     """when new nodes may end a running round that has room: now, checkpoint (after
     ``rdzv_plugins.saved()``) or never; see policies.md"""
@@ -93,8 +93,8 @@ class Settings:
     no_progress_uptime: float = option(60.0, least=0, of_run=True)
     """seconds; see no_progress_rounds"""
     quarantine_after: int | None = option(None, least=0, of_run=True)
-    """a host that has ended so many rounds within quarantine_window is kept out for a time; none:
-    3, and only losses count; 0: never; see taking-nodes-out.md"""
+    """a host that has ended so many rounds within quarantine_window is kept out for a time;
+    default: 3, and only losses count; 0: never; see taking-nodes-out.md"""
     quarantine_window: float = option(3600.0, least=1, of_run=True)
     """seconds; also the longest quarantine"""
     rank_order: str = option(
@@ -106,7 +106,7 @@ class Settings:
     """this node's position for rank_order=hint, such as $SLURM_NODEID"""
     domain: str | None = option(None)
     """this node's place in the network, for rank_order=topology and segment: ``rack7``, or levels
-    such as ``spine1/leaf3/rack7``; none: as Slurm or NVML says; see policies.md"""
+    such as ``spine1/leaf3/rack7``; default: as Slurm or NVML says; see policies.md"""
     node_unit: int = option(1, least=1, of_run=True)
     """a round has a multiple of so many nodes; the rest wait as spares"""
     segment: int = option(1, least=1, of_run=True)
@@ -127,7 +127,7 @@ class Settings:
     second copy of the job trains; see split-brain.md"""
     outage_limit: float | None = option(None, least=0)
     """with on_outage=stop: seconds without an accepted heartbeat after which a node stops its
-    workers; none: the lease"""
+    workers; default: the lease"""
     closed_ttl: float = option(60.0, least=0)
     """seconds for which the id of a closed run stays taken after its last workers; at least the
     lease"""
@@ -151,18 +151,18 @@ class Settings:
     check_fails_open: bool = option(False)
     """a check that cannot run counts as passed, with a warning"""
     check_disk: str | None = option(None)
-    """the directory of the check ``disk``; none: $TMPDIR"""
+    """the directory of the check ``disk``; default: $TMPDIR"""
     check_disk_free: float = option(1.0, least=0)
     """GiB that must be free there"""
     interface: str | None = option(None)
-    """the network interface whose address other nodes dial, such as ib0; none: the one to the
+    """the network interface whose address other nodes dial, such as ib0; default: the one to the
     store, or, if that is loopback, to the default route"""
     network: str | None = option(None)
     """the network of the address that other nodes dial, such as 10.1.0.0/16. ``--local-addr``
     overrides this and interface"""
     master_port: str | None = option(None)
     """a range of three or more ports, such as 30000-30999, for rank 0's MASTER_PORT, ``links`` and
-    ``network_check``, but not for gloo and NCCL; none: any free port; see split-brain.md"""
+    ``network_check``, but not for gloo and NCCL; default: any free port; see split-brain.md"""
     log_level: str = option("INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     """the least level of this package's lines on stderr, unless the application has set up logging:
     DEBUG, INFO, WARNING or ERROR"""
@@ -170,7 +170,7 @@ class Settings:
     """serve /metrics, /healthz and /why of this node on this port; 0: any free one (extra
     ``metrics``); see metrics.md"""
     metrics_host: str | None = option(None)
-    """the address of these pages; none: 127.0.0.1. Any other needs page_token"""
+    """the address of these pages; default: 127.0.0.1. Any other needs page_token"""
     page_token: str | None = option(None, secret=True)
     """the token for these pages, ``rdzv dashboard`` and ``rdzv exporter``; set it in
     $RDZV_PLUGINS_PAGE_TOKEN"""
@@ -346,7 +346,7 @@ class ServerOptions(StoreOptions):
     tls: bool = option(False)
     """encrypt the connection, as rediss:// and https:// do"""
     ca_file: str | None = option(None)
-    """PEM file of the trusted authorities; none: the system's"""
+    """PEM file of the trusted authorities; default: the system's"""
     cert_file: str | None = option(None)
     """PEM file of the client's certificate"""
     key_file: str | None = option(None)

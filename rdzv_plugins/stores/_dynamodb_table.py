@@ -125,7 +125,7 @@ class Options(PollingOptions):
     create_table: bool = option(False)
     """create the table, billed on demand, if there is none"""
     region: str | None = option(None)
-    """region; a region in the endpoint takes precedence; none: AWS's own configuration"""
+    """region; a region in the endpoint takes precedence; default: AWS's own configuration"""
     profile: str | None = option(None)
     """profile of AWS's configuration files"""
     role_arn: str | None = option(None)

@@ -21,7 +21,7 @@ class Options(PollingOptions):
     """Options of the azure backend, for an endpoint ``az://container/folder``."""
 
     account: str | None = option(None)
-    """name of the storage account; none: $AZURE_STORAGE_ACCOUNT_NAME"""
+    """name of the storage account; default: $AZURE_STORAGE_ACCOUNT_NAME"""
     url: str | None = option(None)
     """another store of the protocol, such as ``http://127.0.0.1:10000/devstoreaccount1``"""
 

@@ -89,12 +89,12 @@ class Options(ServerOptions):
     """
 
     token: str | None = option(None, secret=True)
-    """ACL token; set it in $RDZV_PLUGINS_TOKEN; none: the password. With a token, user and password
-    are for HTTP basic authentication"""
+    """ACL token; set it in $RDZV_PLUGINS_TOKEN; default: the password. With a token, user and
+    password are for HTTP basic authentication"""
     token_file: str | None = option(None)
     """file whose first line is the ACL token"""
     datacenter: str | None = option(None)
-    """datacenter; none: the agent's own"""
+    """datacenter; default: the agent's own"""
     namespace: str | None = option(None)
     """namespace (Consul Enterprise)"""
     partition: str | None = option(None)

@@ -152,14 +152,14 @@ class Options(ServerOptions):
     """
 
     namespace: str | None = option(None)
-    """namespace of the ConfigMaps; none: the pod's, the context's, or ``default``"""
+    """namespace of the ConfigMaps; default: the pod's, the context's, or ``default``"""
     context: str | None = option(None)
-    """context of the kubeconfig; none: the service account in a pod, elsewhere the current
+    """context of the kubeconfig; default: the service account in a pod, elsewhere the current
     context"""
     kubeconfig: str | None = option(None)
-    """path of the kubeconfig; none: $KUBECONFIG or ~/.kube/config"""
+    """path of the kubeconfig; default: $KUBECONFIG or ~/.kube/config"""
     token: str | None = option(None, secret=True)
-    """bearer token for an endpoint; set it in $RDZV_PLUGINS_TOKEN; none: the password"""
+    """bearer token for an endpoint; set it in $RDZV_PLUGINS_TOKEN; default: the password"""
     token_file: str | None = option(None)
     """file whose first line is the token"""
     owner: str = option("auto")

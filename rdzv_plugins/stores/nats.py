@@ -157,7 +157,7 @@ class Options(ServerOptions):
     storage: str = option("file", choices=("file", "memory"))
     """storage of a bucket that it creates: file or memory"""
     domain: str | None = option(None)
-    """JetStream's domain, as behind a leaf node; none: the server's own"""
+    """JetStream's domain, as behind a leaf node; default: the server's own"""
     token: str | None = option(None, secret=True)
     """token; set it in $RDZV_PLUGINS_TOKEN"""
     token_file: str | None = option(None)

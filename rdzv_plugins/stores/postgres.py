@@ -225,7 +225,7 @@ class Options(ServerOptions):
     """
 
     database: str | None = option(None)
-    """database; a database in the endpoint takes precedence; none: libpq's default, the user's
+    """database; a database in the endpoint takes precedence; default: libpq's default, the user's
     name"""
     table: str = option("rdzv")
     """the table, also as schema.table"""

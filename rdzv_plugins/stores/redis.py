@@ -204,7 +204,7 @@ class Options(ServerOptions):
     sentinel_password_file: str | None = option(None)
     """file whose first line is that password"""
     sentinel_tls: bool | None = option(None)
-    """whether the Sentinels speak TLS; none: as the servers do"""
+    """whether the Sentinels speak TLS; default: as the servers do"""
     cluster: bool = option(False)
     """the endpoint names nodes of a Redis Cluster"""
 

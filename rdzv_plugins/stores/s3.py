@@ -38,10 +38,10 @@ class Options(PollingOptions):
     """Options of the s3 backend, for an endpoint ``s3://bucket/folder``."""
 
     region: str | None = option(None)
-    """region of the bucket; none: $AWS_REGION or $AWS_DEFAULT_REGION"""
+    """region of the bucket; default: $AWS_REGION or $AWS_DEFAULT_REGION"""
     url: str | None = option(None)
-    """a compatible store, such as ``https://minio.example.org:9000``; none: $AWS_ENDPOINT_URL, or
-    AWS itself"""
+    """a compatible store, such as ``https://minio.example.org:9000``; default: $AWS_ENDPOINT_URL,
+    or AWS itself"""
 
 
 class Client(BucketClient):

@@ -26,7 +26,8 @@ class Options(StoreOptions):
     """
 
     cluster: str | None = option(None)
-    """the name of the members' cluster; none: the run's id, so that each run has its own members"""
+    """the name of the members' cluster; default: the run's id, so that each run has its own
+    members"""
     ports: str = option("29600-29699")
     """where members listen; the cluster's name selects the ports. A port in the endpoint overrides
     it"""
