@@ -71,8 +71,8 @@ class MetricKind(StrEnum):
 class By(StrEnum):
     """The place that reports a metric."""
 
-    NODE = "a node"
-    EXPORTER = "the exporter"
+    NODE = "node"
+    EXPORTER = "exporter"
     BOTH = "both"
 
 
@@ -99,8 +99,7 @@ TABLE = (
     Metric("rdzv_info", MetricKind.GAUGE, labels=("run", "node", "backend", "version"),
         text="1; the labels name this node and its run"),
     Metric("rdzv_condition", MetricKind.GAUGE, By.EXPORTER, labels=("condition",),
-        text="1 for the run's condition, else 0: running, forming, dead or closed; NaN: not known "
-        "yet"),
+        text="1 for the run's condition, else 0: running, forming, dead or closed"),
     Metric("rdzv_rounds_total", MetricKind.COUNTER,
         text="rounds in which this node's agent got a rank"),
     Metric("rdzv_restarts_total", MetricKind.COUNTER, By.BOTH, labels=("cause",),
@@ -123,28 +122,26 @@ TABLE = (
     Metric("rdzv_round_nodes", MetricKind.GAUGE, By.BOTH,
         text="nodes with a rank in the round; 0 while it forms"),
     Metric("rdzv_phase", MetricKind.GAUGE, By.BOTH, labels=("phase",),
-        text="1 for the round's phase, else 0: forming, confirming, running or closed"),
+        text="1 for the phase, else 0: forming, confirming, running or closed"),
     Metric("rdzv_phase_began_timestamp_seconds", MetricKind.GAUGE, By.BOTH,
-        text="when this phase began, on the leader's wall clock; NaN once the run is closed"),
+        text="when this phase began, on the leader's wall clock; NaN if closed"),
     Metric("rdzv_last_call_ends_timestamp_seconds", MetricKind.GAUGE, By.BOTH,
-        text="when the last call of the forming round ends, on the leader's wall clock; NaN: none "
-        "runs"),
+        text="when the last call of the forming round ends, on the leader's wall clock"),
     Metric("rdzv_nodes", MetricKind.GAUGE, By.BOTH, labels=("state",),
-        text=f"nodes of the run by state: {', '.join(STATES)}; only the leader and the exporter "
-        "report it"),
+        text="nodes of the run by state, as in rdzv status; of the nodes, only the leader tells it"),
     Metric("rdzv_nodes_waiting", MetricKind.GAUGE, By.BOTH,
         text="what num_nodes_waiting() returns to this node's agent, or to the agents of the last "
-        "round: above 0, they restart"),
+        "round: above 0, they start the next one"),
     Metric("rdzv_step", MetricKind.GAUGE, By.BOTH,
-        text="last step() of the slowest rank of this node or of the run; NaN: no script calls it"),
+        text="last step() of the slowest rank of this node or of the run"),
     Metric("rdzv_step_seconds", MetricKind.GAUGE, By.BOTH,
         text="average seconds of its last steps; 0: not known, or below a millisecond"),
     Metric("rdzv_step_stalled_seconds", MetricKind.GAUGE, By.BOTH,
         text="seconds without a step, if more than 60 and 20 times the usual, or step_timeout; "
         "else 0"),
     Metric("rdzv_rank_behind", MetricKind.GAUGE, By.BOTH, labels=("host",),
-        text="the rank that is behind or stands still, by its host; only the leader and the "
-        "exporter report it"),
+        text="the rank that is behind or stands still, by its host; of the nodes, only the leader "
+        "tells it"),
     Metric("rdzv_leads", MetricKind.GAUGE, text="1 if this node leads, else 0"),
     Metric("rdzv_heartbeat_age_seconds", MetricKind.GAUGE,
         text="seconds since this node last wrote its heartbeat"),
