@@ -128,7 +128,8 @@ TABLE = (
     Metric("rdzv_last_call_ends_timestamp_seconds", MetricKind.GAUGE, By.BOTH,
         text="when the last call of the forming round ends, on the leader's wall clock"),
     Metric("rdzv_nodes", MetricKind.GAUGE, By.BOTH, labels=("state",),
-        text="nodes of the run by state, as in rdzv status; of the nodes, only the leader tells it"),
+        text="nodes of the run by state, as in rdzv status; of the nodes, only the leader reports "
+        "it"),
     Metric("rdzv_nodes_waiting", MetricKind.GAUGE, By.BOTH,
         text="what num_nodes_waiting() returns to this node's agent, or to the agents of the last "
         "round: above 0, they start the next one"),
@@ -141,7 +142,7 @@ TABLE = (
         "else 0"),
     Metric("rdzv_rank_behind", MetricKind.GAUGE, By.BOTH, labels=("host",),
         text="the rank that is behind or stands still, by its host; of the nodes, only the leader "
-        "tells it"),
+        "reports it"),
     Metric("rdzv_leads", MetricKind.GAUGE, text="1 if this node leads, else 0"),
     Metric("rdzv_heartbeat_age_seconds", MetricKind.GAUGE,
         text="seconds since this node last wrote its heartbeat"),
