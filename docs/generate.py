@@ -57,13 +57,12 @@ def shown(default: object) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
-def markdown_table(*classes: type) -> str:
-    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
+def markdown_list(*classes: type) -> str:
+    lines = []
     for name, default, meaning in chain.from_iterable(map(option_rows, classes)):
-        escaped = meaning.replace("``", "`").replace("|", "\\|")
-        linked = re.sub(r"\b([a-z-]+)\.md\b", r"[\1](\1.md)", escaped)
-        lines.append(f"| `{name}` | {default} | {linked} |")
-    return "\n".join(lines) + "\n"
+        linked = re.sub(r"\b([a-z-]+)\.md\b", r"[\1](\1.md)", meaning.replace("``", "`"))
+        lines.append(f"- `{name}`{default and f' ({default})'}: {linked}\n")
+    return "".join(lines)
 
 
 def options_page() -> str:
@@ -76,16 +75,16 @@ def options_page() -> str:
         "`RDZV_PLUGINS_<NAME>`, which `--rdzv-conf` overrides. An unknown option or a wrong value "
         "is refused with a line that says what is allowed. Secrets come from the environment, a "
         "file or the endpoint, never from `--rdzv-conf`; no log, exception or `repr` shows "
-        "them.\n\n",
+        "them. Defaults are in brackets.\n\n",
         "## Every backend\n\n",
-        markdown_table(Settings, StoreOptions),
+        markdown_list(Settings, StoreOptions),
     ]
     for base in shared:
         named = [name for name, cls in options.items() if issubclass(cls, base)]
-        parts += [f"\n## {', '.join(named)}\n\n", markdown_table(base)]
+        parts += [f"\n## {', '.join(named)}\n\n", markdown_list(base)]
     for name, cls in options.items():
         if option_rows(cls):
-            parts += [f"\n## {name}\n\n", markdown_table(cls)]
+            parts += [f"\n## {name}\n\n", markdown_list(cls)]
     parts += [
         "\n## Options of torch's own backends\n\n",
         "The options of torch's dynamic handler mean the same here. These of `c10d`, `etcd` and "
