@@ -89,11 +89,9 @@ def options_page() -> str:
         "\n## Options of torch's own backends\n\n",
         "The options of torch's dynamic handler mean the same here. These of `c10d`, `etcd` and "
         "`etcd-v2` have no effect, and the agent's log says so:\n\n",
-        "| option | why |\n| --- | --- |\n",
-        *(f"| `{name}` | {why} |\n" for name, why in WITHOUT_EFFECT.items()),
-        "\nThese are refused:\n\n",
-        "| option | write instead |\n| --- | --- |\n",
-        *(f"| `{'`, `'.join(theirs)}` | {here} |\n" for here, theirs in counterparts().items()),
+        *(f"- `{name}`: {why}\n" for name, why in WITHOUT_EFFECT.items()),
+        "\nThese are refused; write instead:\n\n",
+        *(f"- `{'`, `'.join(theirs)}`: {here}\n" for here, theirs in counterparts().items()),
     ]
     return "".join(parts)
 
