@@ -87,8 +87,8 @@ def options_page() -> str:
             parts += [f"\n## {name}\n\n", markdown_list(cls)]
     parts += [
         "\n## Options of torch's own backends\n\n",
-        "The options of torch's dynamic handler mean the same here. These of `c10d`, `etcd` and "
-        "`etcd-v2` have no effect, and the agent's log says so:\n\n",
+        "The options of torch's dynamic handler mean the same here. These options of `c10d` and "
+        "`etcd` have no effect, and the agent's log says so:\n\n",
         *(f"- `{name}`: {why}\n" for name, why in WITHOUT_EFFECT.items()),
         "\nThese are refused; write instead:\n\n",
         *(f"- `{'`, `'.join(theirs)}`: {here}\n" for here, theirs in counterparts().items()),

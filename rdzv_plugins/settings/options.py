@@ -65,7 +65,7 @@ class Settings:
     """seconds between two heartbeats of a node"""
     # At least two: a lease of one interval would expire between two punctual heartbeats.
     keep_alive_max_attempt: int = option(3, least=2)
-    """the lease: intervals without a heartbeat until a node is lost"""
+    """the lease, in intervals: a node without a heartbeat for so long is lost"""
     restart_on_loss: bool = option(True, of_run=True)
     """when a node is lost, restart the others at once"""
     replacement_timeout: float | None = option(None, least=0, of_run=True)
@@ -81,15 +81,15 @@ class Settings:
     """seconds without ``rdzv_plugins.step()`` after which the round ends; see policies.md; 0:
     never"""
     leave_notice: float = option(25.0, least=0)
-    """seconds within which ``rdzv run`` leaves after SIGTERM or another of ``--signals-to-handle``;
-    until then it waits for the checkpoint, at most save_timeout"""
+    """seconds that ``rdzv run`` waits for the checkpoint after SIGTERM or another of
+    ``--signals-to-handle``, before it leaves; at most save_timeout"""
     min_uptime: float = option(0.0, least=0, of_run=True)
     """seconds that a round runs before it ends for new nodes"""
     resize_interval: float = option(0.0, least=0, of_run=True)
     """seconds between two rounds that begin for new nodes"""
     no_progress_rounds: int = option(0, least=0, of_run=True)
-    """so many rounds in a row that ran for less than no_progress_uptime, and did not end for new
-    nodes, close the run; agents then exit with 93; 0: never"""
+    """the run is closed after so many rounds in a row that ran for less than no_progress_uptime,
+    not counting those that ended for new nodes; agents exit with 93; 0: never"""
     no_progress_uptime: float = option(60.0, least=0, of_run=True)
     """seconds; see no_progress_rounds"""
     quarantine_after: int | None = option(None, least=0, of_run=True)
@@ -117,8 +117,8 @@ class Settings:
     """neighbours in rank order keep connections to each other, to notice a killed process after
     about a second, not after its lease; off with on_outage=stop"""
     rejoin_timeout: float = option(600.0, least=0.001)
-    """seconds that a round waits for a live node of the last round; a tenth of this if other nodes
-    fill the round; at most 0.8 x join_timeout"""
+    """seconds that a round waits for a live node of the last round to come back; a tenth of this if
+    other nodes fill the round; at most 0.8 x join_timeout"""
     loss_shutdown_timeout: float = option(5.0, least=0)
     """seconds from SIGTERM to SIGKILL for workers after a loss or a stall, under ``rdzv run``; at
     most ``--shutdown-timeout``"""
@@ -129,8 +129,8 @@ class Settings:
     """with on_outage=stop: seconds without an accepted heartbeat after which a node stops its
     workers; default: the lease"""
     closed_ttl: float = option(60.0, least=0)
-    """seconds for which the id of a closed run stays taken after its last workers; at least the
-    lease"""
+    """seconds for which the id of a closed run stays taken after its last workers have ended; at
+    least the lease"""
     abandoned_ttl: float = option(3600.0, least=1)
     """seconds until the keys of a run without a leader expire; at least four leases"""
     history_ttl: float = option(604800.0, least=0)
@@ -179,9 +179,9 @@ class Settings:
     otel: bool = option(False)
     """report the metrics through OpenTelemetry (extra ``otel``); see metrics.md"""
     handler: str = option("rdzv", choices=("rdzv", "torch"))
-    """rdzv (this package's handler) or torch (torch's own on this backend, without master_port,
-    metrics, otel, and the options from restart_on_loss to outage_limit and from abandoned_ttl to
-    check_disk_free)"""
+    """rdzv (this package's handler) or torch (torch's own on this backend: without master_port,
+    metrics and otel, the options from restart_on_loss to outage_limit, and those from abandoned_ttl
+    to check_disk_free)"""
 
     def __post_init__(self) -> None:
         if self.metrics_port is not None and self.metrics_port > _LARGEST_PORT:

@@ -199,8 +199,8 @@ class Options(ServerOptions):
     sentinel_user: str | None = option(None)
     """the Sentinels' own user"""
     sentinel_password: str | None = option(None, secret=True)
-    """the Sentinels' own; set it in $RDZV_PLUGINS_SENTINEL_PASSWORD; with neither this nor
-    sentinel_user: first no log-in, then that of the servers"""
+    """the Sentinels' own; set it in $RDZV_PLUGINS_SENTINEL_PASSWORD. Without it and sentinel_user,
+    Sentinels are asked without a log-in, then with that of the servers"""
     sentinel_password_file: str | None = option(None)
     """file whose first line is that password"""
     sentinel_tls: bool | None = option(None)
