@@ -166,7 +166,7 @@ TABLE = (
     Metric("rdzv_store_outage_seconds_total", MetricKind.COUNTER,
         text="seconds for which the store was away"),
     Metric("rdzv_store_members_up", MetricKind.GAUGE, By.EXPORTER,
-        text="members of the quorum that are up"),
+        text="members of the store that are up, if nodes run it"),
     Metric("rdzv_store_up", MetricKind.GAUGE, By.BOTH, of_run=False,
         text="0 while the store is away, else 1"),
 )  # fmt: skip
