@@ -29,7 +29,7 @@ test: ## Install the test dependencies and run the tests, most of them on one st
 	@$(MAKE) --no-print-directory --jobs 2 .venv/installed servers
 	@$(MAKE) --no-print-directory --jobs 2 lint .venv/compiled
 	@echo "==> running the tests"
-	@$(PYTEST) --numprocesses 9 --dist loadgroup --no-loadscope-reorder $(SELECTION)
+	@$(PYTEST) --numprocesses 8 --dist loadgroup --no-loadscope-reorder $(SELECTION)
 
 test-all: ## Run the tests on each store and with more seeds
 	@$(MAKE) --no-print-directory test SELECTION='-m "not soak"'

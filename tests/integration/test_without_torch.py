@@ -122,6 +122,8 @@ COMMANDS: list[tuple[str, int, str]] = [
 SERVE_HTTP = {"exporter": "/metrics", "dashboard": "/"}
 
 
+# Each of dozens of commands starts Python.
+@pytest.mark.timeout(300)
 def test_each_command_works_or_says_what_it_needs(
     rdzv: Path, server: servers.LocalServer, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
