@@ -23,7 +23,7 @@ from pathlib import Path
 # Addresses of this host that no other job on it has.
 NET = f"127.{1 + secrets.randbelow(250)}.{secrets.randbelow(250)}"
 HOSTS = tuple(f"{NET}.{number}" for number in (1, 2, 3))
-# Of the process group: how long a collective may hang before torch ends the worker.
+# torch ends a worker whose collective hangs for this many seconds.
 TIMEOUT = 30
 PATIENCE = 240
 # What is done to which process of the first host.
