@@ -6,7 +6,7 @@ One table holds every run, a row for each key::
                        PRIMARY KEY (run, key))
 
 A promoted standby may lack the last writes, which the round protocol survives. Values up to 64 MiB.
-A node holds two connections of ``max_connections`` (100 by default), and two more for its history.
+A node holds two of ``max_connections`` (100 by default), and at times two more for the history.
 PgBouncer must be in session mode.
 
 The user needs ``CONNECT`` on the database, ``USAGE`` on the schema and ``SELECT, INSERT, UPDATE,
