@@ -163,6 +163,8 @@ def with_first_step(
     record: RoundRecord, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> RoundRecord | None:
     """The record of a round once every rank has finished a step; None: a rank has not."""
+    if len(document.ranks) < document.size:
+        return None  # The shards of the other participants were not read yet.
     told = []
     for node in document.ranks:
         it = records.get(node)
