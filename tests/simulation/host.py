@@ -808,7 +808,10 @@ class Host:
             self.accepted_since, self.fails_since = self.accepted_since or now, None
         elif error is None and reads:
             self._refused_at = None
-        elif isinstance(error, RendezvousConnectionError):
+        elif (
+            isinstance(error, RendezvousConnectionError)
+            and type(self._request) not in effects.LOCAL
+        ):
             self.accepted_since, self.fails_since = None, self.fails_since or now
             if isinstance(error, AccessDeniedError) and self._refused_at is None:
                 self._refused_at, news = self.clock(), True
