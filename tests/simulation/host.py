@@ -844,7 +844,9 @@ class Host:
         rules, now = self.rules, self.world.kernel.now
         if rules.answer is None or self.clock() >= self._accepted + rules.outage_limit:
             return True
-        if self.clock() - self._lost_at < self._tells_within:
+        waits = (self, *self._mates) if len(self._mates) >= rules.inline else (self,)
+        # The leader alone links shards, and says that it is lost only after its own lease.
+        if any(it.fails_since and it.clock() - it._lost_at < it._tells_within for it in waits):
             return False
         told = now - self.clock.real(self._tells_within + 1.1 * rules.interval)
         return any(

@@ -153,6 +153,7 @@ FOUND = (
     (98002436, Focus(), "the grace after an outage named an earlier step for the checkpoint"),
     (98002828, Focus(), "a checkpoint was refused because the store had lost the records"),
     (98003867, Focus(), "the checker expected the failure of a node that leaves to close the run"),
+    (98003969, Focus(), "the checker forgot that a refused leader says later that it is lost"),
     (99000297, Focus(), "a leader that had not read its round's shards noted no rank's first step"),
 )
 
