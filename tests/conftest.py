@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
+from importlib import import_module
 from typing import Any
 
 import hypothesis
 import pytest
 
 from rdzv_plugins.settings import environment
+from tests.integration import forked
 
 _TORCHS_EVENTS = logging.getLogger("torchelastic-events-dynamic_rendezvous")
 
@@ -35,8 +38,20 @@ _JOBS = {
 _ROW = {file: row for row, files in _JOBS.items() for file in files}
 # The longest come first, then those of minutes, so that no process ends long after the others.
 _LONG = ("test_torch_handler", "test_signals", "test_check")
-# They wait for most of their time: each value of this fixture or argument is a group of its own.
-_APART = {"test_torch_handler": "run", "test_signals": "case"}
+# Each value of this fixture or argument is a group of its own: tests that wait for most of their
+# time, and mutants, which fill the processors at the end.
+_APART = {"test_torch_handler": "run", "test_signals": "case", "test_simulation": "name"}
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's: the process that starts the others calls it.
+def pytest_configure_node(node: Any) -> None:
+    """Let all processes share a fork server: each would import torch in one of its own."""
+    node.workerinput["forks"] = forked.serve()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if address := getattr(config, "workerinput", {}).get("forks"):
+        forked.use(address)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -75,16 +90,20 @@ def _row(item: pytest.Item) -> str | None:
 
 def _turn(item: pytest.Item) -> int:
     """When its group's turn comes; groups of one turn come in the order of their first tests."""
-    if _row(item) is not None or item.path.stem == "test_simulation":
+    is_seed = item.path.stem == "test_simulation" and _apart(item) is None
+    if _row(item) is not None or is_seed:
         return 0
     return 1 if item.path.stem in _LONG or _store(item) is not None else 2
 
 
 def _group(item: pytest.Item) -> str:
     """The tests on one running store, so that it is started once; else those of a row or a file."""
-    stem = item.path.stem
-    apart = _param(item, _APART[stem]) if stem in _APART else None
+    stem, apart = item.path.stem, _apart(item)
     return _store(item) or _row(item) or (f"{stem} {apart}" if apart else stem)
+
+
+def _apart(item: pytest.Item) -> Any:
+    return _param(item, _APART.get(item.path.stem, ""))
 
 
 def _store(item: pytest.Item) -> str | None:
@@ -94,7 +113,14 @@ def _store(item: pytest.Item) -> str | None:
 
 def _param(item: pytest.Item, fixture: str) -> Any:
     parametrised: Any = getattr(item, "callspec", None)
-    return parametrised and parametrised.params.get(fixture)
+    return parametrised.params.get(fixture) if parametrised else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_made_once() -> None:
+    """typer makes all commands anew each time that a test invokes one: 0.03 s of a processor."""
+    testing: Any = import_module("typer.testing")
+    testing._get_command = functools.cache(testing._get_command)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.proxy import Proxy
 from tests import servers
 from tests.fleet.agents import World
+from tests.integration import forked
 from tests.integration.forked import ForkedFleet
 from tests.integration.hosts import PROGRAM, Host, Network
 from tests.integration.stores import KINDS, running
@@ -107,25 +108,13 @@ class Job(ForkedFleet):
 
             self.await_that(found, f"a round that is {phase}", PATIENCE)
 
-    def await_line(self, name: str, words: str, timeout: float = PATIENCE) -> str:
-        """Wait until a line of an agent's log has these words."""
-
-        def found() -> str | None:
-            return next((it for it in self.lines(name) if words in it), None)
-
-        return self.await_that(found, f"'{words}' in the log of {name}", timeout)
-
-    def lines(self, name: str) -> list[str]:
-        return self.agents[name].log.read_text(errors="replace").splitlines()
-
     def logs(self) -> dict[str, list[str]]:
-        return {name: self.lines(name) for name in self.agents}
+        return {name: self.lines([name]) for name in self.agents}
 
     def finish(self) -> None:
         """Let all workers end by themselves, with success."""
         for name in self.agents:
-            (self.folder / f"{name}.partial").write_text("0")
-            (self.folder / f"{name}.partial").rename(self.folder / f"{name}.end")
+            self.let_end(name)
 
     def ends(self, timeout: float = PATIENCE) -> list[int]:
         """The exit statuses of all agents, once they have ended."""
@@ -134,10 +123,8 @@ class Job(ForkedFleet):
 
 def check(host: Host, backend: str, endpoint: str, *arguments: str) -> list[str]:
     """The lines of ``rdzv check`` on a host."""
-    command = [sys.executable, "-m", "rdzv_plugins.cli", "check", "--rdzv-backend", backend]
-    command += ["--rdzv-endpoint", endpoint, *arguments]
-    # Its status tells of warnings.
-    return host.run("sh", "-c", '"$@" || true', "sh", *command).splitlines()
+    command = [sys.executable, "-m", "rdzv_plugins.cli", "check", "-b", backend, "-e", endpoint]
+    return forked.run([*host.within, *command, *arguments]).stdout.splitlines()
 
 
 class Scene:

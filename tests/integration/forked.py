@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext
@@ -26,10 +28,47 @@ from typing import Any
 
 from tests.fleet.agents import RDZV_RUN, TORCHRUN, Fleet, Process
 
-__all__ = ["Forked", "ForkedFleet", "is_forkable", "run", "run_here", "unshare"]
+__all__ = [
+    "Forked",
+    "ForkedFleet",
+    "is_forkable",
+    "run",
+    "run_here",
+    "serve",
+    "serving",
+    "unshare",
+    "use",
+]
 
 # What torch reads as it is imported.
 _AT_IMPORT = {"LOGLEVEL", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS"}
+
+# What a fork has imported.
+_IMPORTED = (
+    __name__,
+    "torch.distributed.run",
+    "rdzv_plugins.process.agent",
+    "rdzv_plugins.process.factory",
+    "rdzv_plugins.stores.redis",
+    "rdzv_plugins.stores.quorum.client",
+    "rdzv_plugins.cli",
+)
+
+# Without the freeze each fork's garbage collector would go through torch's objects.
+_SERVER = """
+import gc, select
+from importlib import import_module
+from multiprocessing.forkserver import main
+if {0} in select.select([{0}, {1}], [], [])[0]:
+    gc.disable()
+    for name in {imported}:
+        import_module(name)
+    gc.freeze()
+    gc.enable()
+    main({0}, {1}, ())
+"""
+
+_forkserver: Any = vars(forkserver)["_forkserver"]
 
 _SCRIPTS = {TORCHRUN: ["torchrun"], RDZV_RUN: ["rdzv", "run"]}
 
@@ -60,18 +99,43 @@ def _launcher(program: Sequence[str]) -> tuple[str, ...] | None:
 
 
 @cache
+def _server() -> tuple[str, subprocess.Popen[bytes]]:
+    """A fork server that ends with this process, and its address.
+
+    It imports torch at its first request: some runs of the tests have none.
+    """
+    address = str(connection.arbitrary_address("AF_UNIX"))  # type: ignore[attr-defined]
+    alive_r, _ = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        ends = (listener.fileno(), alive_r)
+        program = _SERVER.format(*ends, imported=_IMPORTED)
+        command = [sys.executable, "-c", program]
+        server = subprocess.Popen(command, pass_fds=ends, cwd=Path(__file__).parents[2])
+    os.close(alive_r)
+    return address, server
+
+
+def serve() -> str:
+    """Start a fork server that other processes may `use`; returns its address."""
+    return _server()[0]
+
+
+def use(address: str) -> None:
+    """Have this process's programs forked by the server at this address."""
+    _forkserver._forkserver_address = address
+    # multiprocessing hands a file to each fork, whose end would end its own server.
+    _forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+    # Otherwise multiprocessing starts a server, because this one is no child of the process.
+    _forkserver.ensure_running = lambda: None
+
+
+@cache
 def _forks() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            __name__,
-            "torch.distributed.run",
-            "rdzv_plugins.process.agent",
-            "rdzv_plugins.process.factory",
-            "rdzv_plugins.cli",
-        ]
-    )
-    return context
+    if "ensure_running" not in vars(_forkserver):
+        use(serve())
+    return multiprocessing.get_context("forkserver")
 
 
 class Forked:
@@ -133,6 +197,25 @@ def run(
         return subprocess.CompletedProcess(command, status, out.read_text(), errors.read_text())
 
 
+@contextmanager
+def serving(command: Sequence[str], end: int, lines: int = 1) -> Iterator[list[str]]:
+    """A Python program that serves until it gets the signal ``end``; it has no complaints.
+
+    Yields its first lines.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder) / "out", Path(folder) / "errors"
+        process = Forked(command, os.environ, out, errors)
+        try:
+            while process.poll() is None and out.read_text().count("\n") < lines:
+                time.sleep(0.02)
+            yield out.read_text().splitlines()
+            process.send_signal(end)
+            assert (process.wait(20), errors.read_text()) == (0, "")
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
 class ForkedFleet(Fleet):
     """A fleet whose agents are forked where they can be."""
 
@@ -140,6 +223,28 @@ class ForkedFleet(Fleet):
         if is_forkable(command, environ):
             return Forked(command, environ, log)
         return super()._process(command, environ, log)
+
+    def lines(self, names: Iterable[str]) -> list[str]:
+        """The lines of these agents' logs."""
+        logs = [self.agents[name].log.read_text(errors="replace") for name in names]
+        return [line for log in logs for line in log.splitlines()]
+
+    def await_line(self, name: str, *words: str, timeout: float = 60) -> str:
+        """Wait until a line of an agent's log has all these words."""
+
+        def found() -> str | None:
+            lines = self.lines([name])
+            return next((line for line in lines if all(word in line for word in words)), None)
+
+        return self.await_that(found, f"a line with {words} in the log of {name}", timeout)
+
+    def let_end(self, name: str, status: int = 0) -> None:
+        """Let an agent's workers, which run `tests.integration.worker`, end by themselves."""
+        file = self.folder / f"{name}.end"
+        # Renamed, so that no worker reads it half written.
+        partial = file.with_suffix(".partial")
+        partial.write_text(str(status))
+        partial.rename(file)
 
 
 def _become(
@@ -229,14 +334,11 @@ def _serve_forks() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:
             try:
                 os.close(alive_w)
                 forkserver.main(listener.fileno(), alive_r, [])
             finally:
                 os._exit(0)
     os.close(alive_r)
-    server: Any = vars(forkserver)["_forkserver"]
-    server._forkserver_address, server._forkserver_alive_fd = address, alive_w
-    server._forkserver_pid = pid
+    use(address)

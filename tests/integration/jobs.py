@@ -63,21 +63,14 @@ class Job(Run):
 
     def finish(self, name: str, status: int = 0) -> float:
         """Let an agent's workers end by themselves; returns when they did."""
-        self._let_end(name, status)
+        self.let_end(name, status)
         return self.await_event(name, "end")
-
-    def _let_end(self, name: str, status: int) -> None:
-        file = self.folder / f"{name}.end"
-        # Renamed, so that no worker reads it half written.
-        partial = file.with_suffix(".partial")
-        partial.write_text(str(status))
-        partial.rename(file)
 
     def close(self) -> None:
         super().close()
         # Also those whose agent was killed before they had begun: nobody knows them.
         for name in self.agents:
-            self._let_end(name, 1)
+            self.let_end(name, 1)
 
     def noted(self, name: str, since: float = 0.0) -> list[str]:
         """What the workers of an agent have noted since then, one after the other."""
@@ -120,20 +113,6 @@ class Job(Run):
             )
 
         self.await_that(found, f"the record of {name}", PATIENCE)
-
-    def await_line(self, name: str, *words: str, timeout: float = 20) -> str:
-        """Wait until a line of an agent's log has all these words."""
-
-        def found() -> str | None:
-            lines = self.lines(name)
-            return next((line for line in lines if all(word in line for word in words)), None)
-
-        return self.await_that(found, f"a line with {words} in the log of {name}", timeout)
-
-    def lines(self, names: Iterable[str]) -> list[str]:
-        """The lines of these agents' logs."""
-        logs = [self.agents[name].log.read_text(errors="replace") for name in names]
-        return [line for log in logs for line in log.splitlines()]
 
     def label(self, name: str) -> str:
         """How the run calls an agent that `start_at` put on its own address."""

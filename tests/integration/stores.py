@@ -222,6 +222,12 @@ class RunningStore:
         where = self.config.get("url", self.endpoint)
         return parse_endpoint(where, default_port=0, schemes=SCHEMES).hosts[0]
 
+    @property
+    def where(self) -> list[str]:
+        """The options of a command that name it."""
+        conf = ",".join(f"{name}={value}" for name, value in self.config.items())
+        return ["-b", self.backend, "-e", self.endpoint, *(["-c", conf] if conf else [])]
+
     def open(
         self,
         namespace: str,

@@ -48,6 +48,7 @@ from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background, together
 from tests import servers
 from tests.handlers.site import succeed
+from tests.integration import forked
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.integration.test_dashboard import record, write_run
 
@@ -59,8 +60,7 @@ def server() -> Iterator[servers.LocalServer]:
 
 
 def rdzv(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rdzv_plugins.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return forked.run([sys.executable, "-m", "rdzv_plugins.cli", *arguments])
 
 
 def invoke(*arguments: str, **environ: str) -> Result:

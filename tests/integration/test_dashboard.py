@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -39,6 +38,7 @@ from rdzv_plugins.protocol.documents import (
 from rdzv_plugins.protocol.round_record import record_of
 from rdzv_plugins.testing.harness import until
 from tests.integration.browser import browser, complaints
+from tests.integration.forked import serving
 from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, RunningStore, running
 
@@ -53,21 +53,8 @@ def dashboard(store: RunningStore, *options: str, lines: int = 1) -> Iterator[st
         lines: that it says at its start; it is the last one's first word.
     """
     command = [sys.executable, "-m", "rdzv_plugins.cli", "dashboard", "--port", "0", *options]
-    command += ["--rdzv-backend", store.backend, "--rdzv-endpoint", store.endpoint]
-    if store.config:
-        conf = ",".join(f"{name}={value}" for name, value in store.config.items())
-        command += ["--rdzv-conf", conf]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
-        try:
-            assert it.stdout is not None
-            said = [it.stdout.readline() for _ in range(lines)]
-            yield said[-1].split()[0]
-            it.send_signal(signal.SIGINT)
-            _, errors = it.communicate(timeout=20)
-            assert errors == ""
-            assert it.returncode == 0
-        finally:
-            it.kill()
+    with serving([*command, *store.where], signal.SIGINT, lines) as said:
+        yield said[-1].split()[0]
 
 
 @pytest.mark.full

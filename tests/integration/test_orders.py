@@ -33,9 +33,7 @@ pytestmark = pytest.mark.timeout(240)
 
 def rdzv(run: Run, store: RunningStore, command: str, *arguments: str) -> str:
     """The output of a command about the run."""
-    where = ["-b", store.backend, "-e", store.endpoint, "-i", run.run_id]
-    if store.config:
-        where += ["-c", ",".join(f"{name}={value}" for name, value in store.config.items())]
+    where = [*store.where, "-i", run.run_id]
     done = forked.run([sys.executable, "-m", "rdzv_plugins.cli", command, *where, *arguments])
     assert done.returncode == 0, done.stderr
     return done.stdout

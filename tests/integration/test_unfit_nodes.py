@@ -47,10 +47,8 @@ def check(tmp_path: Path) -> Check:
 
 def status(run: Run, store: RunningStore) -> dict[str, Any]:
     """What `rdzv status` prints for a program."""
-    conf = ",".join(f"{key}={value}" for key, value in store.config.items())
     command = [sys.executable, "-m", "rdzv_plugins.cli", "status", "--json", "-i", run.run_id]
-    command += ["-b", store.backend, "-e", store.endpoint, *(["-c", conf] if conf else [])]
-    said = forked.run(command)
+    said = forked.run([*command, *store.where])
     assert said.stdout, said.stderr
     found: dict[str, Any] = json.loads(said.stdout)
     return found
