@@ -344,13 +344,17 @@ class Fleet:
 
     def await_that(self, question: Callable[[], T | None], what: str, timeout: float) -> T:
         """Ask ``question`` until it is true; raises `TrainingError` with the ends of the logs."""
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = began + timeout
         while not (answer := question()):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise TrainingError(
                     f"waited more than {timeout:g} s for {what}\n{self.log_tails(self.agents)}"
                 )
-            time.sleep(0.02)
+            # As `rdzv_plugins.testing.harness.until`, whose package imports torch.
+            time.sleep(min(max(0.02, 2 * (now - began)), 0.5))
+            began = time.monotonic()
         return answer
 
     def log_tails(self, names: Iterable[str], lines: int = 25) -> str:
