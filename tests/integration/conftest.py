@@ -19,8 +19,11 @@ from tests.integration.wheels import build
 # `running_store` on redis, and the others on each store. `make test-all` runs all of them.
 _TWO = ("redis", "etcd-v3")
 _STORES: dict[str, tuple[str, ...]] = {
-    "test_conformance": (*_TWO, "dynamodb"),
+    # One that pushes, and one that is polled; the one with epochs is the quorum, in `test_quorum`.
+    "test_conformance": ("redis", "dynamodb"),
+    "test_check": tuple(kind.name for kind in KINDS),
     "test_each_store": tuple(kind.name for kind in KINDS),
+    "test_late_credentials": ("dynamodb",),
     "test_denials": _TWO,
     "test_ensembles": _TWO,
     "test_rotation": _TWO,
@@ -29,20 +32,11 @@ _STORES: dict[str, tuple[str, ...]] = {
 }
 # A request to DynamoDB Local takes ten times the processor time of another store's, its start 3 s.
 _MANY_REQUESTS = ("rdzv_plugins.testing.concurrency", "rdzv_plugins.testing.killed_writers")
-# They wait for seconds until deadlines are over. The quorum has them too, whose epochs are those of
-# etcd. A user with few rights and the page's example show nothing more by them than redis does.
-_DEADLINES = (
-    "test_deadline_is_moved_forward",
-    "test_deadline_is_renewed_again_and_again",
-    "test_emptied_namespace_outlives_the_old_deadline",
-    "test_what_is_written_after_expire_ends_too",
-)
 # Agents go through them once, on redis.
 _SCENARIOS = (
     "test_secret_that_is_away_costs_attempts",
     "test_nobody_waits_for_who_may_write_and_not_read",
 )
-_SHOWN_ELSEWHERE = ("test_redis_rights", "test_foreign_backend")
 _RESTARTS = (
     "test_server_restart_with_its_data",
     "test_server_restart_with_an_empty_memory",
@@ -61,13 +55,13 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             item.add_marker(pytest.mark.soak)
         default = ("redis",) if "running_store" in params else names
         stores = [name for it in params.values() if (name := getattr(it, "name", it)) in names]
-        if not set(stores) <= set(_STORES.get(item.path.stem, default)) or (
-            "dynamodb" in stores
-            and (item.obj.__module__ in _MANY_REQUESTS or item.originalname in _RESTARTS)
-        ):
-            item.add_marker(pytest.mark.full)
-        if (item.originalname in (*_DEADLINES, *_SCENARIOS) and "etcd-v3" in stores) or (
-            item.originalname in _DEADLINES and item.path.stem in _SHOWN_ELSEWHERE
+        if (
+            not set(stores) <= set(_STORES.get(item.path.stem, default))
+            or ("etcd-v3" in stores and item.originalname in _SCENARIOS)
+            or (
+                "dynamodb" in stores
+                and (item.obj.__module__ in _MANY_REQUESTS or item.originalname in _RESTARTS)
+            )
         ):
             item.add_marker(pytest.mark.full)
 

@@ -109,8 +109,11 @@ def check_store(store: RunningStore, *more: str, **options: str | None) -> Told:
 
 @pytest.fixture(autouse=True)
 def quick(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
-    """Less patience and fewer samples than a person gets, but for the test of everything."""
-    if "everything" not in request.node.name:
+    """Less patience and fewer samples than a person gets, but for the test of everything.
+
+    Each sample costs DynamoDB Local ten times the processor time of another store.
+    """
+    if "everything" not in request.node.name or "dynamodb" in request.node.name:
         for name, number in {"_SAMPLES": 5, "_WAKE_UPS": 2, "_CONTESTS": 2, "_WRITERS": 4}.items():
             monkeypatch.setattr(trials, name, number)
         monkeypatch.setattr(trials, "_DIAL_SECONDS", 0.3)
@@ -124,37 +127,29 @@ def forgotten(monkeypatch: Patch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-Shared = Callable[[str], RunningStore]
+def on(*kinds: Kind) -> pytest.MarkDecorator:
+    """Run a test on the stores of these kinds that the tests of all files share."""
+    return pytest.mark.parametrize(
+        "running_store", kinds, ids=[kind.name for kind in kinds], indirect=True
+    )
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Shared]:
-    """A store by its name, started when it is asked for first; no test stops one."""
-    stores: dict[str, RunningStore] = {}
-    with ExitStack() as stack:
-
-        def store(name: str) -> RunningStore:
-            if name not in stores:
-                stores[name] = stack.enter_context(started(BY_NAME[name]))
-            return stores[name]
-
+def redis() -> Iterator[RunningStore]:
+    with started(BY_NAME["redis"]) as store:
         yield store
 
 
-@pytest.fixture
-def redis(shared: Shared) -> RunningStore:
-    return shared("redis")
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[RunningStore]:
+    with started(BY_NAME["etcd-v3"]) as store:
+        yield store
 
 
 @pytest.fixture
 def admin(redis: RunningStore) -> Iterator[Any]:
     with closing(redis_py.Redis(*redis.address)) as client:
         yield client
-
-
-@pytest.fixture(params=[kind.name for kind in STORES])
-def plain(request: pytest.FixtureRequest, shared: Shared) -> RunningStore:
-    return shared(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -193,32 +188,33 @@ def set_all(monkeypatch: Patch, values: Mapping[str, str]) -> None:
 # What is well.
 
 
-def test_everything_is_tried_and_nothing_left_behind(plain: RunningStore) -> None:
-    told = check_store(plain, "--nnodes", "2:4", "--rdzv-id", "free")
+@on(*STORES)
+def test_everything_is_tried_and_nothing_left_behind(running_store: RunningStore) -> None:
+    name = running_store.name
+    told = check_store(running_store, "--nnodes", "2:4", "--rdzv-id", "free")
     # Agents of Consul alone are meant to be at loopback; PostgreSQL runs without fsync here.
     expected = {"consul": [], "postgres": ["store's host", "persistence"]}
     warnings = [what for mark, what, _ in told.lines if mark == "warning"]
-    assert warnings == expected.get(plain.name, ["store's host"]), told.lines
+    assert warnings == expected.get(name, ["store's host"]), told.lines
     assert told.status == bool(warnings)
     made = {what: rest for _, what, rest in told.lines}
     assert "one winner each" in made["contention"]
     assert "read back" in made["largest value"]
     assert all(f"{kind} " in made["latency"] for kind in ("get", "put", "list", "add"))
-    assert ("polled" if plain.name == "dynamodb" else "pushed") in made["wake-up"]
+    assert ("polled" if name == "dynamodb" else "pushed") in made["wake-up"]
     assert made["run"] == "'free' is free"
-    if plain.name != "dynamodb":
-        kind = {"etcd-v3": "etcd"}.get(plain.name, plain.name)
+    if name != "dynamodb":
+        kind = {"etcd-v3": "etcd"}.get(name, name)
         assert made["version"].startswith(kind)
     assert told.verdict.startswith("verdict: a job works")
 
 
+@on(BY_NAME["consul"])
 def test_the_temporary_run_is_deleted_also_after_an_error(
-    shared: Shared, monkeypatch: Patch
+    running_store: RunningStore, monkeypatch: Patch
 ) -> None:
-    store = shared("consul")
-
     def keys() -> list[str]:
-        with closing(HTTPConnection(store.endpoint)) as connection:
+        with closing(HTTPConnection(running_store.endpoint)) as connection:
             connection.request("GET", "/v1/kv/?keys")
             answer = connection.getresponse()
             found: list[str] = json.load(answer) if answer.status == 200 else []
@@ -230,10 +226,10 @@ def test_the_temporary_run_is_deleted_also_after_an_error(
         seen.extend(keys())
         raise RendezvousConnectionError("it went away")
 
-    assert check_store(store).status == 0
+    assert check_store(running_store).status == 0
     assert keys() == []
     monkeypatch.setattr(client_class("consul"), "add", add)
-    assert check_store(store).only("failed") == ("rights", "it went away")
+    assert check_store(running_store).only("failed") == ("rights", "it went away")
     assert seen
     assert keys() == []
 
@@ -297,9 +293,11 @@ def test_server_down(kind: Kind, monkeypatch: Patch) -> None:
 
 
 @every_kind
-def test_wrong_port(kind: Kind, shared: Shared, monkeypatch: Patch) -> None:
+def test_wrong_port(
+    kind: Kind, redis: RunningStore, etcd: RunningStore, monkeypatch: Patch
+) -> None:
     """Another server answers there: etcd where Redis or DynamoDB is looked for, else Redis."""
-    host, port = shared("etcd-v3" if kind.name in ("redis", "dynamodb") else "redis").address
+    host, port = (etcd if kind.name in ("redis", "dynamodb") else redis).address
     scheme = "http://" if kind.name == "dynamodb" else ""
     told = await_connection(kind, f"{scheme}{host}:{port}", monkeypatch)
     what, text = told.only("failed")
@@ -357,10 +355,11 @@ def test_unknown_authority(
     assert "ca_file" in text
 
 
-def test_tls_against_plain(plain: RunningStore) -> None:
-    endpoint = plain.endpoint.replace("http:", "https:")
-    options = {} if plain.name == "dynamodb" else {"tls": "true"}
-    store = replace(plain, endpoint=endpoint.replace("redis:", "rediss:"))
+@on(*STORES)
+def test_tls_against_plain(running_store: RunningStore) -> None:
+    endpoint = running_store.endpoint.replace("http:", "https:")
+    options = {} if running_store.name == "dynamodb" else {"tls": "true"}
+    store = replace(running_store, endpoint=endpoint.replace("redis:", "rediss:"))
     what, text = check_store(store, heartbeat_timeout="0.5", **options).only("failed")
     assert what == "store"
     assert "speaks no TLS" in text or "does not speak TLS" in text
@@ -385,10 +384,9 @@ def test_tls_against_one_who_hangs_up(backend: str) -> None:
     assert "does not speak TLS: leave out tls=true" in text
 
 
-@pytest.mark.parametrize("kind", ["postgres", "dynamodb"])
-def test_no_table(kind: str, shared: Shared) -> None:
-    store = shared(kind)
-    what, text = check_store(store, table="none", create_table="false").only("failed")
+@on(BY_NAME["postgres"], BY_NAME["dynamodb"])
+def test_no_table(running_store: RunningStore) -> None:
+    what, text = check_store(running_store, table="none", create_table="false").only("failed")
     assert what == "store"
     assert "no table" in text
     assert "none" in text
@@ -396,11 +394,11 @@ def test_no_table(kind: str, shared: Shared) -> None:
 
 
 # DynamoDB, a service, has no versions to choose from.
-@pytest.mark.parametrize("kind", GUARDED, ids=lambda kind: kind.name)
-def test_too_old(kind: Kind, shared: Shared, monkeypatch: Patch) -> None:
+@on(*GUARDED)
+def test_too_old(running_store: RunningStore, monkeypatch: Patch) -> None:
     """No old server is installed here: the least version is raised above that of a real one."""
-    monkeypatch.setattr(client_class(kind.name), "least_version", (99, 1))
-    told = check_store(shared(kind.name))
+    monkeypatch.setattr(client_class(running_store.name), "least_version", (99, 1))
+    told = check_store(running_store)
     what, text = told.only("failed")
     assert what == "version"
     assert "is too old; upgrade it: this backend needs 99.1 or later" in text
@@ -432,8 +430,9 @@ def test_redis_rights(redis: RunningStore, admin: Any) -> None:
         assert "INFO gave no answer (" in text
 
 
-def test_postgres_rights(shared: Shared) -> None:
-    postgres = shared("postgres")
+@on(BY_NAME["postgres"])
+def test_postgres_rights(running_store: RunningStore) -> None:
+    postgres = running_store
     host, port = postgres.address
     with psycopg.connect(postgres.endpoint, autocommit=True) as admin:
         postgres.open("made").close()
@@ -517,16 +516,16 @@ def test_consul_rights(monkeypatch: Patch) -> None:
         assert "agent:read" in text
 
 
-def test_zookeeper_rights(shared: Shared) -> None:
-    store = shared("zookeeper")
-    admin: Any = KazooClient(store.endpoint)
+@on(BY_NAME["zookeeper"])
+def test_zookeeper_rights(running_store: RunningStore) -> None:
+    admin: Any = KazooClient(running_store.endpoint)
     admin.start()
     try:
         admin.create("/closed", acl=READ_ACL_UNSAFE)
     finally:
         admin.stop()
         admin.close()
-    what, text = check_store(store, prefix="closed").only("failed")
+    what, text = check_store(running_store, prefix="closed").only("failed")
     assert what == "rights"
     assert text.endswith("in zkCli.sh: setAcl /closed world:anyone:cdra")
 

@@ -126,8 +126,8 @@ def of_postgres(store: RunningStore) -> Iterator[Full]:
     store.open("first").close()  # It makes the table.
     with psycopg.connect(store.endpoint, autocommit=True) as admin:
         admin.execute(
-            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION "
-            "'could not extend file \"base/5/16384\": No space left on device' "
+            "CREATE OR REPLACE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            "RAISE EXCEPTION 'could not extend file \"base/5/16384\": No space left on device' "
             "USING ERRCODE = 'disk_full'; END $$"
         )
         trigger = "BEFORE INSERT OR UPDATE ON rdzv EXECUTE FUNCTION refuse()"
@@ -164,16 +164,21 @@ TAKE_NONE = [
 TAKE_SOME = [pytest.param("zookeeper", marks=pytest.mark.soak), "nats"]
 
 
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[RunningStore]:
+    with started(next(kind for kind in KINDS if kind.name == "postgres")) as store:
+        yield store
+
+
 @pytest.fixture(params=[*TAKE_NONE, *TAKE_SOME])
 def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Full]:
     name = request.param
-    if name in ("redis", "valkey", "postgres", "nats"):
+    if name == "postgres":
+        with of_postgres(request.getfixturevalue("postgres")) as full:
+            yield full
+    elif name in ("redis", "valkey", "nats"):
         with started(next(kind for kind in KINDS if kind.name == name)) as store:
-            if name != "postgres":
-                yield of_nats(store) if name == "nats" else of_redis(store)
-                return
-            with of_postgres(store) as full:
-                yield full
+            yield of_nats(store) if name == "nats" else of_redis(store)
     elif name in ("sentinel", "cluster"):
         with getattr(topologies, name)(tmp_path) as topology:
             store = RunningStore(

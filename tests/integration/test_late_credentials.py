@@ -17,7 +17,7 @@ from rdzv_plugins.kv import KeyValueClient, LateCredentialsError, RendezvousConn
 from rdzv_plugins.testing.harness import until as until_true
 from rdzv_plugins.testing.threads import Background
 from tests.integration.agents import Run, one_world, until
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import KINDS, RunningStore
 from tests.servers.process import HOST, free_ports, release
 
 CREDENTIALS = "/latest/meta-data/iam/security-credentials/"
@@ -64,21 +64,25 @@ def metadata(port: int) -> Iterator[None]:
             thread.join()
 
 
-@pytest.fixture(scope="module", params=["dynamodb", pytest.param("s3", marks=pytest.mark.soak)])
-def server(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
-    with started(next(kind for kind in KINDS if kind.name == request.param)) as store:
-        store.open("first").close()
-        yield store
+pytestmark = pytest.mark.parametrize(
+    "running_store",
+    [kind for kind in KINDS if kind.name in ("dynamodb", "s3")],
+    ids=lambda kind: kind.name,
+    indirect=True,
+)
 
 
 @pytest.fixture
-def store(server: RunningStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningStore:
+def store(
+    running_store: RunningStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> RunningStore:
     """A table or a bucket that is there, on a host without credentials."""
+    running_store.open("first").close()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
-    return server
+    return running_store
 
 
 @pytest.fixture
