@@ -70,6 +70,7 @@ def endpoint(server: RunningStore) -> str:
     return let_in(server, documented())
 
 
+@pytest.mark.full  # `test_documented_rights_suffice` asks for each kind of request once.
 class TestDocumentedRightsSuffice(KeyValueConformance):
     @pytest.fixture
     def store(self, endpoint: str) -> Store:
@@ -102,6 +103,10 @@ def ask_for_everything(open: Callable[[str], KeyValueClient], run_id: str) -> No
         client.expire(60)
         client.delete_many(["key", "nodes/a"])
         client.expire(0)
+
+
+def test_documented_rights_suffice(endpoint: str, run_id: str) -> None:
+    ask_for_everything(partial(open_client, "redis", endpoint), run_id)
 
 
 @pytest.mark.soak
