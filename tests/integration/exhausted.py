@@ -1,6 +1,7 @@
 """Takes threads and descriptors from agents that run, by the limits that an administrator sets.
 
-Run as a program, it is torchrun of a user whom limits bind.
+Run as a program, it is torchrun of a user whom limits bind, or a Python program whose folder for
+temporary files has room for one file.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from tests.integration import forked
+
 __all__ = [
     "AS_USER",
+    "NO_ROOM",
     "WITHOUT_THREADS",
     "allow_threads",
     "no_descriptors",
@@ -39,6 +43,11 @@ AS_USER = ("-m", "tests.integration.exhausted", "threads")
 
 WITHOUT_THREADS = ("-m", "tests.integration.exhausted", "no-threads")
 """The same, with no thread from the start, until `allow_threads`."""
+
+NO_ROOM = ("-m", "tests.integration.exhausted", "no-room")
+"""Python's arguments, before those that name a program, that leave it room for no second file."""
+
+_ONE_FILE = "nr_inodes=2"
 
 
 @contextmanager
@@ -114,7 +123,24 @@ def _be_the_user() -> None:
         raise OSError(ctypes.get_errno(), "cannot become another user")
 
 
+def _run_without_room(program: list[str]) -> None:
+    folder = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="small-tmp-")
+    mount = ["mount", "-t", "tmpfs", "-o", _ONE_FILE, "none", folder]
+    if os.geteuid() == 0:
+        # In this process, which may have been forked from one that has imported torch.
+        forked.unshare(0)
+        subprocess.run(mount, check=True)
+        forked.run_here(program)
+    else:
+        shell = f'{" ".join(mount)}; exec "$@"'
+        within = ["unshare", "--mount", "--map-root-user", "sh", "-ec", shell, "sh"]
+        os.execvp(within[0], [*within, sys.executable, *program])
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "no-room":
+        _run_without_room(sys.argv[2:])
+        sys.exit()
     if _USER:
         _be_the_user()
     if sys.argv[1] == "no-threads":

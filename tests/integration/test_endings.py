@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
@@ -17,8 +19,8 @@ from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.threads import Background, together
 from tests.integration.agents import Run, exchange_roles, one_world, until
+from tests.integration.forked import Forked
 from tests.integration.stores import RunningStore
-from tests.integration.unended import REQUEST_SECONDS
 
 # Of one node; those that are cut off must not wait for their requests for long.
 CUT_OFF = {"heartbeat_timeout": "1", "close_timeout": "20"}
@@ -103,15 +105,44 @@ def test_a_death_just_after_release_holds_nobody_up(run: Run) -> None:
     assert [agent.error for agent in others] == [None, None]
 
 
-def test_a_process_does_not_wait_for_a_store_that_is_gone(store: RunningStore, run_id: str) -> None:
+REQUEST_SECONDS = 3.0
+# It leaves its three nodes open, and ends once each has missed the store for longer than a request
+# may take.
+UNENDED = f"""
+import sys
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from rdzv_plugins.process.factory import create_handler
+from rdzv_plugins.testing.harness import until
+from rdzv_plugins.testing.threads import together
+
+endpoint, run_id = sys.argv[1:]
+params = RendezvousParameters(
+    "redis", endpoint, run_id, 3, 3, local_addr="127.0.0.1", keep_alive_interval=0.5,
+    heartbeat_timeout={REQUEST_SECONDS},
+)
+nodes = [create_handler("redis", params) for _ in range(3)]
+together([node.next_rendezvous for node in nodes], 30)
+print("in", flush=True)
+drivers = [node._driver for node in nodes]
+assert until(lambda: min(it.outage_seconds for it in drivers) > {REQUEST_SECONDS}, 60)
+print("away", flush=True)
+"""
+
+
+def test_a_process_does_not_wait_for_a_store_that_is_gone(
+    store: RunningStore, run_id: str, tmp_path: Path
+) -> None:
     assert store.server is not None
-    program = [sys.executable, "-m", "tests.integration.unended", store.endpoint, run_id]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "in\n"
+    log = tmp_path / "log"
+    program = [sys.executable, "-c", UNENDED, store.endpoint, run_id]
+    process = Forked(program, os.environ, log)
+    try:
+        until(lambda: "in" in log.read_text().splitlines(), 60)
         store.server.nodes[0].kill()
-        assert process.stdout.readline() == "away\n"
+        until(lambda: "away" in log.read_text().splitlines(), 60)
         began = time.monotonic()
         assert process.wait(60) == 0
+    finally:
+        process.send_signal(signal.SIGKILL)
     # Three nodes would wait three times for their farewell.
     assert time.monotonic() - began < 2 * REQUEST_SECONDS

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,17 +10,9 @@ from rdzv_plugins.process.worker import CurrentRound
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase
 from tests import Measure, replace
 from tests.fleet.agents import Agent
-from tests.integration.stores import RunningStore
-from tests.integration.torchrun import Begin, Pause, Run, runs
+from tests.integration.torchrun import Begin, Pause, Run
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture
-def begin(store: RunningStore, tmp_path: Path) -> Iterator[Begin]:
-    """Makes a run of agents whose workers write down what they know of their round."""
-    with runs(store, tmp_path, script=("--module", "tests.integration.knowing")) as make:
-        yield make
 
 
 def known(run: Run, name: str) -> CurrentRound:

@@ -308,6 +308,16 @@ def test_workers_that_do_not_end_are_killed_soon_after_a_loss_alone(
     assert (float(told[-1]) < 4) is (ends is signal.SIGKILL)
 
 
+# A worker in uninterruptible sleep, as where a disk or a GPU hangs: it waits for a child that has
+# its memory; the child waits for the other end of a pipe. Only SIGKILL wakes it.
+STUCK = """
+import os, sys
+os.mkfifo(sys.argv[1])
+opens = (os.POSIX_SPAWN_OPEN, 3, sys.argv[1], os.O_RDONLY, 0)
+os.posix_spawn("/bin/true", ["true"], os.environ, file_actions=[opens])
+"""
+
+
 @pytest.mark.skipif(
     not hasattr(local_elastic_agent, "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"),
     reason="this torch does not look for workers in uninterruptible sleep",
@@ -327,7 +337,8 @@ def test_a_worker_that_hangs_in_the_kernel_is_no_success(
     """torchrun's own status is torch's; the run is not told that it succeeded."""
     monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "1")
     pipe = tmp_path / "pipe"
-    script = f"exec {sys.executable} -m tests.integration.stuck {pipe}"
+    (tmp_path / "stuck.py").write_text(STUCK)
+    script = f"exec {sys.executable} {tmp_path}/stuck.py {pipe}"
     arguments = ["--shutdown-timeout=1", *of_a_run(store, run_id, "1:1", 3, script)]
     with Launch(tmp_path / "a", launcher, *arguments) as a:
         try:

@@ -3,12 +3,13 @@
 It has the options, the journal, the checkpoint and the ends of `tests.fleet.train`, which
 the tests of `test_torchrun` run. In place of gloo's all-reduce, rank 0 hears of
 each rank before each step, and answers all. As with gloo, who loses a peer ends with 1, and a peer
-that stands still holds all up.
+that stands still holds all up. It also writes down what it knows of its round.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import socket
@@ -104,6 +105,9 @@ def main() -> None:
     options = parser.parse_args()
     journal = Journal(options.folder, options.name)
     journal.note("begin")
+    if now := rdzv_plugins.current():
+        known = json.dumps(dataclasses.asdict(now))
+        (options.folder / f"{options.name}.round").write_text(known)
     try:
         _train(options, journal, Peers(options.folder))
     except (OSError, ValueError):

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import entry_points, requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rdzv_plugins.kv import AccessDeniedError
 from rdzv_plugins.stores import STORES
 
 NEED_A_PACKAGE = {
@@ -153,13 +156,10 @@ for error, kind in zip(before, kinds, strict=True):
 
 
 def test_an_error_that_was_pickled_beside_torch_is_read_without_it() -> None:
-    pickled = run(
-        "import pickle, rdzv_plugins.torch\n"
-        "from rdzv_plugins.kv import AccessDeniedError\n"
-        "print(pickle.dumps(AccessDeniedError('no')).hex())"
-    )
+    import_module("rdzv_plugins.torch")
+    pickled = pickle.dumps(AccessDeniedError("no")).hex()
     shown = run(
-        f"import pickle, sys; error = pickle.loads(bytes.fromhex('{pickled.strip()}'))\n"
+        f"import pickle, sys; error = pickle.loads(bytes.fromhex('{pickled}'))\n"
         "print(repr(error), 'torch' in sys.modules)"
     )
     assert shown == "AccessDeniedError('no') False\n"
