@@ -260,7 +260,7 @@ class Member:
 
     def join(self) -> None:
         """What the agent's ``next_rendezvous()`` orders."""
-        self.node.orders.join()
+        self.node.inbox.join()
         self._swarm.resume(self)
 
     def _live(self) -> None:

@@ -2,9 +2,9 @@
 // become text nodes, never markup.
 "use strict";
 
-const CAUSES = ["lost", "failed", "stuck", "left", "evicted", "drained", "excluded", "held", "joined"];
+const CAUSES = ["lost", "failed", "stuck", "left", "evicted", "drained", "excluded", "surplus", "joined"];
 const PHASES = ["noticed", "stopped", "last_call", "formed", "started", "first_step"];
-const CAUSE_WORDS = { failed: "workers failed", stuck: "did no step", evicted: "left out", held: "left over" };
+const CAUSE_WORDS = { failed: "workers failed", stuck: "did no step", evicted: "left out", surplus: "left over" };
 const NAMED = 16;
 // As the server names them; the worst comes last.
 const STATES = ["running", "ready", "joining", "waiting", "done", "left", "drained", "excluded", "evicted",

@@ -27,7 +27,7 @@ import msgspec
 
 from rdzv_plugins.kv.base import Limit, StoreClient, Stored, stamped, version_of
 from rdzv_plugins.kv.contract import Version
-from rdzv_plugins.kv.gate import SMALL_BYTES, RefusedValueError, Seconds, decode
+from rdzv_plugins.kv.gate import SMALL_BYTES, InvalidValueError, Seconds, decode
 
 MARK = "!"
 """The path of the mark."""
@@ -53,7 +53,7 @@ class Epoch(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, stored: Stored | None) -> Epoch:
         """Parse a mark; a foreign mark counts as absent."""
-        with suppress(RefusedValueError):
+        with suppress(InvalidValueError):
             if stored is not None and stored.version:
                 return decode(_epochs, stored.value, SMALL_BYTES)
         return cls()

@@ -73,19 +73,19 @@ _HOST = re.compile(r"[\w.:%\[\]-]{1,255}")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 
 
-class RefusedValueError(ValueError):
+class InvalidValueError(ValueError):
     """This package did not write the value; the text names the field and the reason."""
 
 
 def decode(decoder: msgspec.json.Decoder[T], data: bytes, most: int) -> T:
-    """Decode at most ``most`` bytes, within the limits; raises `RefusedValueError`, in one line."""
+    """Decode at most ``most`` bytes, within the limits; raises `InvalidValueError`, in one line."""
     if len(data) > most:
         refuse_size(data, most)
     try:
         value = decoder.decode(data)
     except UNREADABLE as error:
         said = plain(error, 200)
-        raise RefusedValueError(said) from None
+        raise InvalidValueError(said) from None
     return cleaned(value) if may_hold_controls(data) else value
 
 
@@ -96,12 +96,12 @@ def may_hold_controls(data: bytes) -> bool:
 
 
 def refuse_size(data: bytes, most: int) -> NoReturn:
-    """Raise `RefusedValueError` for a value of more than ``most`` bytes."""
-    raise RefusedValueError(f"it has {len(data):,} bytes, more than {most:,}")
+    """Raise `InvalidValueError` for a value of more than ``most`` bytes."""
+    raise InvalidValueError(f"it has {len(data):,} bytes, more than {most:,}")
 
 
 def cleaned(value: T) -> T:
-    """The value with clean texts; raises `RefusedValueError` for control characters in a name."""
+    """The value with clean texts; raises `InvalidValueError` for control characters in a name."""
     clean: T = _cleaned(value, "")
     return clean
 
@@ -111,7 +111,7 @@ def _cleaned(value: Any, field: str) -> Any:
         if _CONTROLS.search(value) is None:
             return value
         if field not in _FREE:
-            raise RefusedValueError(f"a control character - at `$.{field}`")
+            raise InvalidValueError(f"a control character - at `$.{field}`")
         return type(value)(_CONTROLS.sub(" ", value))
     if isinstance(value, msgspec.Struct):
         changed = {}

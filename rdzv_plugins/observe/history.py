@@ -20,9 +20,9 @@ from rdzv_plugins.kv.gate import (
     SMALL_BYTES,
     Count,
     Id,
+    InvalidValueError,
     Key,
     Nodes,
-    RefusedValueError,
     Text,
     decode,
     is_time,
@@ -414,7 +414,7 @@ def _decode(
     """The decoded value; None also if it is damaged or of another version."""
     try:
         return decode(decoder, entry.value, most) if entry is not None else None
-    except RefusedValueError:
+    except InvalidValueError:
         return None
 
 

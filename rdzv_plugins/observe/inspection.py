@@ -35,7 +35,7 @@ from rdzv_plugins.protocol.policies.kept_out import as_data, in_force, why_kept_
 from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.roster import complete, members_by_their_records, prefixes
 from rdzv_plugins.protocol.situation import Situation, assess_from_outside
-from rdzv_plugins.protocol.stalls import Standing, standing
+from rdzv_plugins.protocol.stalls import StepReport, steps_of_run
 from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso, shown
 from rdzv_plugins.protocol.words import call_ends, diagnose, of_run
@@ -396,9 +396,9 @@ class Inspection:
         return torchs if self.is_torchs else what_it_was(self.last)
 
     @property
-    def steps(self) -> Standing | None:
+    def steps(self) -> StepReport | None:
         """The workers' steps; None: they tell no steps."""
-        return standing(self.document, self.records) if self.document is not None else None
+        return steps_of_run(self.document, self.records) if self.document is not None else None
 
     @property
     def last_call_until(self) -> int:
@@ -470,7 +470,7 @@ class Inspection:
         }
 
 
-def steps_as_data(steps: Standing | None) -> dict[str, Any] | None:
+def steps_as_data(steps: StepReport | None) -> dict[str, Any] | None:
     return None if steps is None else asdict(steps) | {"text": str(steps)}
 
 

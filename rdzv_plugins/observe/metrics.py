@@ -31,7 +31,7 @@ from rdzv_plugins.protocol import effects, round_record
 from rdzv_plugins.protocol.documents import Cause, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.rules import View
-from rdzv_plugins.protocol.stalls import Standing, standing, standing_of
+from rdzv_plugins.protocol.stalls import StepReport, steps_of_node, steps_of_run
 from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.words import call_ends
 from rdzv_plugins.settings.options import Settings
@@ -104,7 +104,7 @@ TABLE = (
         text="rounds in which this node's agent got a rank"),
     Metric("rdzv_restarts_total", MetricKind.COUNTER, By.BOTH, labels=("cause",),
         text="rounds after the first of the node or of the run, once for each cause: nodes were "
-        "lost, left, failed (their workers), joined, evicted, held, stuck (did no "
+        "lost, left, failed (their workers), joined, evicted, surplus, stuck (did no "
         "step), drained, excluded; or other"),
     Metric("rdzv_forming_seconds", MetricKind.HISTOGRAM, labels=("phase",),
         buckets=_FORMING_BUCKETS,
@@ -323,12 +323,12 @@ class Report:
         if document is not None and leads and view.records is not None:
             for name, number in _by_state(view).items():
                 yield "rdzv_nodes", {"state": name}, number
-            steps = standing(document, {**view.records, view.me: view.record})
+            steps = steps_of_run(document, {**view.records, view.me: view.record})
             if steps is not None and steps.rank is not None:
                 yield "rdzv_rank_behind", {"host": str(steps.host)}, steps.rank
-        for name, value in step_gauges(standing_of(view.record)):
+        for name, value in step_gauges(steps_of_node(view.record)):
             yield name, {}, value
-        yield "rdzv_nodes_waiting", {}, self._node.waiting
+        yield "rdzv_nodes_waiting", {}, self._node.num_nodes_waiting
         yield "rdzv_leads", {}, leads
         beat = self._beat_at
         age = nan if beat is None else max(0.0, now - beat)  # A beat may come at this moment.
@@ -374,7 +374,7 @@ class Report:
             output.observe(name, value, labels)
 
 
-def step_gauges(steps: Standing | None) -> Iterator[tuple[str, float]]:
+def step_gauges(steps: StepReport | None) -> Iterator[tuple[str, float]]:
     """The values of the metrics about steps, of a node or of a run."""
     yield "rdzv_step", nan if steps is None else steps.step
     yield "rdzv_step_seconds", nan if steps is None else steps.seconds

@@ -129,7 +129,7 @@ def open_listener(
     node_id: str, address: str, run_id: str, rules: Rules, settings: Settings
 ) -> Listener | None:
     """Listen for the network check and other nodes' links; None: not needed or not possible."""
-    if rules.max_nodes == 1 or not (rules.network_check or rules.answer is not None):
+    if rules.max_nodes == 1 or not (rules.network_check or rules.answer_timeout is not None):
         return None
     # Links alone can use any port, if no firewall is in between.
     ports = [*settings.answer_ports, *([] if rules.network_check else ANY_PORT)]

@@ -112,7 +112,7 @@ class Driver:
         self._last_error: str | None = None
         self._warned_of_archive = False
         self._inspected = False
-        node.orders.wake = self._nudge
+        node.inbox.wake = self._nudge
 
     @property
     def running(self) -> bool:
@@ -133,7 +133,7 @@ class Driver:
         exception in it, which a store's client could swallow. An exception withdraws the join.
 
         Args:
-            failed, waited: see `Orders.join`.
+            failed, waited: see `Inbox.join`.
             patience: how many seconds to retry while this host lets no thread start.
 
         Raises:
@@ -144,11 +144,11 @@ class Driver:
             return effects.JoinOutcome()
         try:
             # Inside the try, because a signal may come while the thread starts.
-            self._node.orders.join(failed, waited)
+            self._node.inbox.join(failed, waited)
             self._hand_over(patience - waited)
             return take(self._outcomes)
         except BaseException:
-            self._node.orders.withdraw()
+            self._node.inbox.withdraw()
             self._nudge_until(self._has_taken_up, 1)
             raise
 
@@ -160,7 +160,7 @@ class Driver:
         _empty(self._outcomes)
         if self._stopping.is_set():
             return effects.JoinOutcome()
-        self._node.orders.report_unfit(reason)
+        self._node.inbox.report_unfit(reason)
         with suppress(ExhaustedError):  # The next call reports the reason.
             self._hand_over(0.0)
         try:
@@ -169,7 +169,7 @@ class Driver:
             return None
 
     def _hand_over(self, patience: float) -> None:
-        """Start the node's thread if necessary, and wait until the thread has taken the order."""
+        """Start the node's thread if necessary, and wait until it has taken up the message."""
         deadline, attempts = time.monotonic() + patience, Attempts()
         while not self.running:
             self._thread = threading.Thread(target=self._live, name=self._name, daemon=True)
@@ -214,7 +214,7 @@ class Driver:
                     atexit.register(aside.thread.join, _LONGEST_LOOK_UP)
 
     def _has_taken_up(self) -> bool:
-        return self._stopping.is_set() or not self._node.ordered
+        return self._stopping.is_set() or not self._node.has_messages
 
     def _nudge_until(self, done: Callable[[], bool], seconds: float) -> None:
         # Repeat the interrupt: it has no effect if it comes just before the thread parks.

@@ -24,7 +24,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.effects import JoinOutcome
 from rdzv_plugins.protocol.node import Node
-from rdzv_plugins.protocol.record_cache import readable
+from rdzv_plugins.protocol.record_cache import readable_records
 from rdzv_plugins.protocol.rules import Failure
 from rdzv_plugins.protocol.states import is_due
 
@@ -113,21 +113,20 @@ class Refusal:
         # Thousands of nodes of the run may come here at once; only newcomers ask the store.
         if ended is not None and not was_in_the_run:
             with suppress(RendezvousConnectionError, RendezvousStateError):
-                read = {key: readable(it) for key, it in self._client.list(NODES_PREFIX).items()}
-                records = {key: it for key, it in read.items() if it is not None}
+                records = readable_records(self._client.list(NODES_PREFIX))
                 # The ages compare two hosts' clocks, which may differ by a second.
-                ages = {key: time.time() - it.at - 1.0 for key, it in records.items()}
+                ages = {node: time.time() - it.at - 1.0 for node, it in records.items()}
                 working = at_work(ended, records, lambda it: is_due(ages[it], records[it]))
                 return self._archive.free_in(ended, datetime.now(UTC), working)[1]
         return self._archive.free_now
 
     def _who_came(self, outcome: JoinOutcome) -> tuple[str, str]:
         """How many nodes came for a round that did not form, and a sentence about the end."""
-        said, ours = outcome.diagnosis, NODES_PREFIX + self._node.id
+        said = outcome.diagnosis
         came, left, gave_up = "an unknown number", set[str](), set[str]()
         with suppress(RendezvousConnectionError):
-            read = {key: readable(it) for key, it in self._client.list(NODES_PREFIX).items()}
-            others = [it for key, it in read.items() if it is not None and key != ours]
+            records = readable_records(self._client.list(NODES_PREFIX))
+            others = [it for node, it in records.items() if node != self._node.id]
             lost = said.lost.first if said is not None else ()
             asking = [it for it in others if it.asks and it.label not in lost]
             gone = [it for it in others if it.status is Status.LEFT]
@@ -142,8 +141,8 @@ class Refusal:
     def who(self, document: RoundDocument) -> Names:
         """The nodes of this round; empty if the store does not answer."""
         with suppress(RendezvousConnectionError):
-            found = map(readable, self._client.list(NODES_PREFIX).values())
-            here = [it for it in found if it is not None and it.world_id == document.world_id]
+            records = readable_records(self._client.list(NODES_PREFIX))
+            here = [it for it in records.values() if it.world_id == document.world_id]
             return Names().plus(it.label for it in sorted(here, key=lambda it: it.rank or 0))
         return NOBODY
 

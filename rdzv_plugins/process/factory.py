@@ -226,8 +226,8 @@ def _over(
                 params.run_id,
             )
         return create_torch_handler(params, settings, client, address, attendance)
-    answer = _answer_within(client, settings) if params.max_nodes > 1 else None
-    rules = rules_of(settings, params.min_nodes, params.max_nodes, answer)
+    answer_timeout = _answer_timeout(client, settings) if params.max_nodes > 1 else None
+    rules = rules_of(settings, params.min_nodes, params.max_nodes, answer_timeout)
     if settings.rank_order == "topology" and settings.domain is None:
         log.warning(
             "run '%s': rank_order=topology, but nobody knows the domain of this node; its rank "
@@ -277,8 +277,8 @@ def _own_address(store: Place, params: RendezvousParameters, settings: Settings)
     return own.address
 
 
-def _answer_within(client: KeyValueClient, settings: Settings) -> float | None:
-    """The value of `Rules.answer`; None: leases alone decide.
+def _answer_timeout(client: KeyValueClient, settings: Settings) -> float | None:
+    """The value of `Rules.answer_timeout`; None: leases alone decide.
 
     A read that may be stale proves no silence. With on_outage=stop, two worlds must never train at
     once, which only leases ensure.
@@ -290,7 +290,7 @@ def _answer_within(client: KeyValueClient, settings: Settings) -> float | None:
 
 
 def rules_of(
-    settings: Settings, min_nodes: int, max_nodes: int, answer: float | None = None
+    settings: Settings, min_nodes: int, max_nodes: int, answer_timeout: float | None = None
 ) -> Rules:
     """The rules of the protocol, from the handler's options."""
     of_run = {it.name for it in fields(settings) if it.metadata["of_run"]}
@@ -305,7 +305,7 @@ def rules_of(
         # Shorter than the join_timeout of the nodes that wait.
         rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
         outage_limit=settings.patience_in_an_outage,
-        answer=answer,
+        answer_timeout=answer_timeout,
         sweep_after=settings.sweep_after,
         abandoned=max(settings.abandoned_ttl, 4 * settings.lease),
         **{name: getattr(settings, name) for name in of_run & {it.name for it in fields(Rules)}},

@@ -149,7 +149,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             domain=settings.domain if rules.minds_domains else None,
             lacks=lacking_version(address) if rules.max_nodes > 1 else 0,
             port=port if rules.network_check else 0,
-            link=port if rules.answer is not None else 0,
+            link=port if rules.answer_timeout is not None else 0,
         )
         self._steps = Steps(lambda text: self._log.warning(text))
         self._node = Node(
@@ -179,7 +179,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._client = client = self._report.measured(client)
             self._watchers.append(self._report.watch)
         self._links: Links | None = None
-        if self._listener is not None and rules.answer is not None:
+        if self._listener is not None and rules.answer_timeout is not None:
             neighbours = self._node.neighbours
             self._links = Links(
                 self._listener,
@@ -287,7 +287,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 world_id=document.world_id,
                 # A worker with megabytes in its environment could not start.
                 cause=plain(document.reason),
-                spares=document.waiting,
+                spares=document.waiters,
                 domain=self._settings.domain,
                 fencing_token=document.fencing_token,
                 steps_file=self._steps.begin(document.world_id),
@@ -312,7 +312,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             rank,
             world_size,
             is_over=lambda: self._ended or self._node.over,
-            on_done=self._node.orders.report_done,
+            on_done=self._node.inbox.report_done,
         )
         self._try_to_reach(document, address)
         return RendezvousInfo(
@@ -332,8 +332,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             if not document.participants:
                 return True  # A round that needs shards has more than one host.
             with suppress(RendezvousConnectionError, RendezvousStateError):
-                entry = self._client.get(NODES_PREFIX + document.participants[-1])
-                last = readable(entry) if entry is not None else None
+                last = readable(self._client.get(NODES_PREFIX + document.participants[-1]))
                 return last is not None and self._is_elsewhere(last.address)
             return False
 
@@ -401,10 +400,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         # Only the main thread can renew; next_rendezvous() may have run in another thread.
         self._signals.renew()
         if self._steps.has_saved():
-            self._node.orders.note_saved()
+            self._node.inbox.note_saved()
         self._reach.go_on()
         made_up = self._store is not None and self._store.made_up
-        waiting = self._node.waiting or int(made_up)
+        waiting = self._node.num_nodes_waiting or int(made_up)
         if waiting and not self._saw_change:
             self._tell_of_a_hang()
         self._saw_change = self._saw_change or waiting > 0
@@ -443,7 +442,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def order_leave(self) -> None:
         """Have the run save, after which this node leaves: see `may_leave`."""
-        self._node.orders.leave()
+        self._node.inbox.leave()
 
     @property
     def may_leave(self) -> bool:
@@ -510,7 +509,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
         The run stays open, and the node only leaves, in these cases:
 
-        - the node is in no round: it was refused, timed out or was replaced;
+        - the node is in no round: it was not admitted, timed out or was replaced;
         - its workers succeeded while other nodes still work;
         - it got a signal (torch 2.6 calls this after signals, too);
         - its agent failed, or its workers failed while it was new to the run, and the other nodes

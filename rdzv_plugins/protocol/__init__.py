@@ -7,7 +7,7 @@ simulator of the tests drives the same code on virtual time. A minimal driver, w
 makes a request of each effect that asks the store::
 
     def drive(node, client, archive):
-        node.orders.join()
+        node.inbox.join()
         life, answer, error = node.run(), None, None
         while True:
             effect = life.throw(error) if error is not None else life.send(answer)
@@ -55,7 +55,7 @@ What a driver owes a node:
   demands cannot be used). A store that refuses this node raises `AccessDeniedError`, a kind of the
   first: see `contact`.
 - A request takes at most the request timeout of the node's `rules.Rules`.
-- `Park` and `Rest` end early when `Orders.wake` is called, and may end early at any time.
+- `Park` and `Rest` end early when `Inbox.wake` is called, and may end early at any time.
 - The clock is monotonic, in seconds, and is compared with no other host's clock. It should go on
   while the host is suspended, because the other nodes count that time.
 
@@ -65,8 +65,8 @@ What a node owes its driver:
 - It never ends by itself: the driver stops asking. After the last effect of `Node.run` the driver
   may carry out `Node.farewell`, which announces that the node leaves.
 - It handles every error that the contract of a store names. Any other error is a bug.
-- `Node.waiting`, `Node.over`, `Node.in_round` and `Node.latest` may be read by any thread at any
-  time, without I/O.
+- `Node.num_nodes_waiting`, `Node.over`, `Node.in_round` and `Node.latest` may be read by any thread
+  at any time, without I/O.
 
 Words:
 
@@ -77,16 +77,16 @@ Words:
 - *silent*: the beat has stood still for the *lease*. `Situation.silent`, of the leader and of
   commands; a node with one more lease is silent and not lost.
 - *doubted*: silent, and given one more lease because many fell silent at once. Set by
-  `FailureDetector.doubt`, read as ``forgiven``.
+  `FailureDetector.doubt`, read as ``forgiven`` and, by the leader, in `Situation.doubted`.
 - *accused*: a neighbour says in its record (``accuses``) that the node's process has ended. The
   leader asks the node in the document (``accused``).
 - *lost*: silent for the lease, the reader's *lag* and the *forgiven* seconds together, or accused
-  without an answer. `Situation.lost` for a leader; ``document.lost`` for all nodes of a round that
-  goes on without it (``restart_on_loss=false``).
+  without an answer (`Situation.lost`).
 - *done*: its workers succeeded (`Status.DONE`, which the node writes itself).
 - *gone*: it has left, is done or is lost. `Situation.is_gone`; the leader alone decides by it.
 - *absent*: a participant of the running round that is gone and has not come back, in
-  `Situation.absent`; the others are *present*.
+  `Situation.absent`; the others are *present*. ``document.absent`` tells them to all nodes of a
+  round that goes on without them (``restart_on_loss=false``).
 - *cut off*: a node takes itself for lost, because the store accepts no heartbeat of it, and stops
   its workers. Set by `Contact`; only the node itself and its agent read it.
 - *unfit*: its check failed, and it asks for no round. The node writes it into its record.
@@ -114,12 +114,13 @@ State: `node` reads, decides and acts, turn by turn. `observer` keeps what the n
 since when, with `failure_detector` (who lives), `answers` (of the accused), `outages`, `since` and
 `record_cache`. `heartbeat` writes the node's own record. `join` has what its agent asks for,
 `writer` changes the document, `lead` has what a leader does beside its decisions, `master` how
-rank 0 opens its TCPStore, `neighbours` the links, `network_check` what the node reaches, and
-`contact` when a node whose heartbeats do not arrive stops its workers.
+rank 0 opens its TCPStore, `neighbours` the links, `network_check` what the node reaches,
+`own_checkpoint` its part in a checkpoint, and `contact` when a node whose heartbeats do not arrive
+stops its workers.
 
-Besides: `cleanup` ends a run and tidies up, `parting` leaves or closes it, `orders` are people's.
-`words` says in a sentence what a run does and waits for, `remarks` what a node logs besides,
-`states` in a word what a node does, and `wall_clock` shows the times that hosts wrote.
+Besides: `cleanup` ends a run and deletes what it leaves, `parting` leaves or closes it, `orders`
+are people's. `words` says in a sentence what a run does and waits for, `remarks` what a node logs
+besides, `states` in a word what a node does, and `wall_clock` shows the times that hosts wrote.
 
 docs/protocol.md has the rules by their names, and why they are so.
 """

@@ -32,7 +32,7 @@ def answered_within(view: View, record: NodeRecord) -> float:
 
 
 def _least(view: View) -> float:
-    return (view.rules.answer or 0.0) + view.lag
+    return (view.rules.answer_timeout or 0.0) + view.lag
 
 
 def until_answered(view: View, node: str, record: NodeRecord) -> float:
@@ -46,7 +46,7 @@ def naming_the_accused(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> RoundDocument | None:
     """The document with newly accused nodes; None: there are none."""
-    if view.rules.answer is None:
+    if view.rules.answer_timeout is None:
         return None
     accused = _accused(document, records)
     known = {(it.node, it.beat) for it in document.accused}
@@ -63,7 +63,7 @@ def with_verdicts(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> RoundDocument:
     """The document after marking accused nodes without an answer in time as lost."""
-    if view.rules.answer is None or not document.accused:
+    if view.rules.answer_timeout is None or not document.accused:
         return document
     accused = _accused(document, records)
     if not accused or _too_many(document, accused):
@@ -88,7 +88,7 @@ def until_a_verdict(
     view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
 ) -> float | None:
     """Seconds until the next accused node must have answered; None: no node is accused."""
-    if view.rules.answer is None or not document.accused:
+    if view.rules.answer_timeout is None or not document.accused:
         return None
     accused = _accused(document, records)
     left = [
@@ -145,7 +145,7 @@ def _accused(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict
 
 
 def _too_many(document: RoundDocument, accused: Mapping[str, object]) -> bool:
-    gone = {*document.lost, *(it.node for it in document.accused if it.lost)}
+    gone = {*document.absent, *(it.node for it in document.accused if it.lost)}
     many = len(accused.keys() - gone)
     world = (document.ranks or document.old_ranks).keys() - gone
     return many >= _FEWEST and many * _LARGE_PART > len(world)

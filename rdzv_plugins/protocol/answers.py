@@ -40,7 +40,7 @@ class Answers:
         self._beats.restart(now, _BACK_WITHIN)
 
     @property
-    def awaited(self) -> dict[str, float]:
+    def unanswered(self) -> dict[str, float]:
         """See `View.unanswered`."""
         silent = [it for it in self._accused if not self._beats.moved(it)]
         return {node: self._beats.confirmed_silence(node) for node in silent}

@@ -1,8 +1,8 @@
 """How a run ends, and who deletes its keys.
 
 `close_run` gives the keys of a closed run their end, and the store deletes them. A run that nobody
-closes ends by the deadline that its leader renews (`lead.Lead.renew`). `tidy_up` deletes what
-earlier rounds left, once the next round runs. `rdzv clean` deletes a whole run.
+closes ends by the deadline that its leader renews (`lead.Lead.renew`). `delete_earlier_rounds`
+deletes what earlier rounds left, once the next round runs. `rdzv clean` deletes a whole run.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def let_expire(closed: RoundDocument, version: Version | None, sweep_after: floa
     yield from CompareAndSet(STATE_KEY, done.encode(), version)
 
 
-def tidy_up(
+def delete_earlier_rounds(
     runs: RoundDocument,
     records: Mapping[str, NodeRecord],
     is_lost: Callable[[str], bool],
@@ -188,7 +188,7 @@ def tidy_up(
     """Delete the c10d stores and records of earlier rounds.
 
     Args:
-        runs: the round; only its leader tidies up.
+        runs: the round that runs; only its leader calls this.
         outdated: the keys of shards of earlier documents.
     """
     yield from DropStores(runs.incarnation, runs.round)

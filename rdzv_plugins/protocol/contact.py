@@ -107,7 +107,7 @@ class Contact:
         return unheard >= self._rules.outage_limit or self._is_refused_alone
 
     @property
-    def is_alone(self) -> bool:
+    def others_may_go_on(self) -> bool:
         """Whether the other nodes may have gone on without this node.
 
         True only after an interval, because a store that comes back may not know all users yet.
@@ -126,7 +126,7 @@ class Contact:
     def _is_refused_alone(self) -> bool:
         denied = self._denied
         since_long = denied is not None and self._clock() - denied >= self._rules.interval
-        return since_long and self.is_alone
+        return since_long and self.others_may_go_on
 
     def stop_workers(self) -> None:
         """Note that the workers are to stop, because this node takes itself for lost."""

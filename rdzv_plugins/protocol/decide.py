@@ -192,11 +192,11 @@ def _end_with_the_run(view: View) -> Action | None:
     if latest is None or not latest.closed:
         return None
     if record.status is Status.RUN and _is_strange(view, latest):
-        return AskTombstone(str(view.own))
+        return AskTombstone(str(view.own_incarnation))
     if not view.joining and not record.is_unfit:
         return Wait()
     # A participant that was left out because its check failed ends as a spare does.
-    was_in_it = record.is_unfit and view.own == latest.incarnation
+    was_in_it = record.is_unfit and view.own_incarnation == latest.incarnation
     spare = record.status is Status.SPARE or was_in_it
     return Fail(Failure.SPARE_CLOSED if spare else Failure.CLOSED)
 
@@ -222,7 +222,7 @@ def _look_for_the_own_run(view: View) -> Action | None:
     document = view.document
     if document is None or not _is_strange(view, document):
         return None
-    return AskTombstone(str(view.own))
+    return AskTombstone(str(view.own_incarnation))
 
 
 def _begin_the_run(view: View) -> Action | None:
@@ -251,7 +251,7 @@ def _write_back(view: View) -> Action | None:
 
 def _is_strange(view: View, document: RoundDocument) -> bool:
     """Whether the document is of another run, and this node did not ask for its run's tombstone."""
-    own = view.own
+    own = view.own_incarnation
     return own not in (None, document.incarnation) and own not in view.without_tombstone
 
 
@@ -356,7 +356,7 @@ def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
     if document.phase is Phase.CONFIRMING:
         if view.opening_for is not None and view.opening_for >= view.rules.lease:
             # A fresh MASTER: this node asks for another round, with another rank 0.
-            return SetRecord(Status.JOIN, document.incarnation, document.round, hosts=False)
+            return SetRecord(Status.JOIN, document.incarnation, document.round, can_host=False)
         return Confirm(document, document.ranks[view.me] == 0)
     # The round ran without this node, in a store that forgot.
     return SetRecord(Status.JOIN, document.incarnation, document.round)
@@ -436,7 +436,7 @@ def _watch_leader(view: View, document: RoundDocument) -> Action:
 def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action | None:
     """Accusations: if the link to the leader ended, ask the leader; lead if it is silent."""
     beat, record = dict(view.record.accuses).get(leader), view.leader
-    if view.rules.answer is None or beat is None or record is None or record.beat > beat:
+    if view.rules.answer_timeout is None or beat is None or record is None or record.beat > beat:
         return None
     if record.is_over or not record.link:
         return None
@@ -462,7 +462,7 @@ def _successor_pause(view: View, document: RoundDocument) -> float:
     if rank is not None:
         before = (document.participants or document.previous)[:rank]
         # If the roster is in shards, this node knows only its own rank.
-        rank -= len({document.leader, *document.lost}.intersection(before))
+        rank -= len({document.leader, *document.absent}.intersection(before))
         turn = min(turn, _TURN_SECONDS * rank)
     # A node that has abdicated lets all others go first.
     return turn + view.rules.lease if view.abdicated else turn
@@ -490,7 +490,7 @@ def _replacing_the_dead(view: View, document: RoundDocument, leader: str) -> Rou
         previous = without(document.previous, [leader])
         return replace(led, previous=previous, cause=document.cause.plus(lost=[label]))
     if document.phase is Phase.RUNNING and not view.rules.restart_on_loss:
-        return replace(led, lost=(*without(document.lost, [leader]), leader))
+        return replace(led, absent=(*without(document.absent, [leader]), leader))
     if document.phase is Phase.CONFIRMING and view.lag:
         # Keep the round: under load its leader may be alive and slow, which the next listing tells.
         return led
@@ -536,7 +536,7 @@ def _doubt(view: View, at: Situation) -> Action | None:
     if document.phase is Phase.FORMING:
         world = {*document.previous, *(node for node in records if fits(records[node], document))}
     else:
-        world = {*document.participants} - {*document.lost}
+        world = {*document.participants} - {*document.absent}
     # Leave out nodes that were lost long ago: their records stay in the store.
     world = {
         node
@@ -557,7 +557,7 @@ def _doubt(view: View, at: Situation) -> Action | None:
 
 def _is_fresh(view: View, node: str) -> bool:
     """Whether the node was not doubted yet, and has not been lost for long."""
-    longest = view.lease_and_lag(node) + view.rules.outage
+    longest = view.lease_and_lag(node) + view.rules.shortest_outage
     return view.forgiven(node) is None and view.confirmed_silence(node) < longest
 
 
@@ -619,7 +619,7 @@ def _await_the_last_round(view: View, at: Situation) -> Action | None:
 def _await_the_doubted(view: View, at: Situation) -> Action | None:
     """Doubt: wait for doubted nodes that asked; in a full round only for the last round's nodes."""
     full, previous = at.size >= at.sizes.most, at.document.old_ranks
-    unsure = [node for node in at.overdue if not full or node in previous]
+    unsure = [node for node in at.doubted if not full or node in previous]
     if not unsure:
         return None
     if gone := [node for node in at.gone if node in at.awaited]:
@@ -735,9 +735,9 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
 
 def _note_the_lost(view: View, at: Situation) -> Action | None:
     """Update the lost participants of a round that goes on without them."""
-    if at.absent == {*at.document.lost}:
+    if at.absent == {*at.document.absent}:
         return None
-    return Write(replace(at.document, lost=tuple(sorted(at.absent))))
+    return Write(replace(at.document, absent=tuple(sorted(at.absent))))
 
 
 def _close_when_done(view: View, at: Situation) -> Action | None:

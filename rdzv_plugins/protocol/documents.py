@@ -25,10 +25,10 @@ from rdzv_plugins.kv.gate import (
     Count,
     EpochTime,
     Id,
+    InvalidValueError,
     Key,
     Long,
     Nodes,
-    RefusedValueError,
     Seconds,
     Text,
     cleaned,
@@ -66,7 +66,7 @@ _SHORT = {
     "interval": "every",
     "incarnation": "in",
     "world_id": "world",
-    "found": "net",
+    "dials": "net",
     "step": "n",
     "resumed": "go",
 }
@@ -200,7 +200,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         evicted: live nodes that did not ask for the round in time.
         apart: pairs of nodes that could not exchange data, or dial each other.
         unfit: for some nodes that left because a check failed or they gave up: label and reason.
-        held: participants of the last round that do not fit into whole units and segments.
+        surplus: participants of the last round that do not fit into whole units and segments.
         stuck: the node of the rank whose step stood still first; ``note`` names the rank.
         drained: nodes that a person took out for good.
         excluded: nodes whose hosts a person or the leader keeps out for a time.
@@ -216,7 +216,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     evicted: Names = Names()
     apart: Names = Names()
     unfit: Annotated[tuple[tuple[Id, Text], ...], Meta(max_length=64)] = ()
-    held: Names = Names()
+    surplus: Names = Names()
     stuck: Names = Names()
     drained: Names = Names()
     excluded: Names = Names()
@@ -234,7 +234,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             f"no connection between {self.apart}" if self.apart else "",
             self._why_kept_out,
             f"{self.joined} joined" if self.joined else "",
-            f"{self.held} left over from whole units or segments" if self.held else "",
+            f"{self.surplus} left over from whole units or segments" if self.surplus else "",
             self.note,
         ]
         return "; ".join(part for part in parts if part)
@@ -249,7 +249,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return self
         return replace(self, unfit=tuple({**dict(self.unfit), **unfit}.items())[:_NAMES_SHOWN])
 
-    def found(self, gone: Mapping[str, Accusation]) -> Cause:
+    def with_accusers(self, gone: Mapping[str, Accusation]) -> Cause:
         """This cause with the nodes, by label, whose processes have ended, and their accusers."""
         if not gone:
             return self
@@ -323,8 +323,8 @@ class Strikes(msgspec.Struct, frozen=True, array_like=True):
     served_until: EpochTime = 0.0
 
 
-class Found(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a node found out about the network before it confirmed its rank.
+class Dials(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The dials of a node's network check, before it confirmed its rank.
 
     Attributes:
         partner: the node with which it was to exchange data; empty: none.
@@ -374,13 +374,13 @@ class Saving(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         agreed: every participant's workers wait at the step, or have reached it.
         saved: every rank has saved it.
-        refused: steps that were named before, and that a rank had passed already.
+        rejected: steps that were named before, and that a rank had passed already.
     """
 
     step: Count
     agreed: bool = False
     saved: bool = False
-    refused: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
+    rejected: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
 
 
 class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -433,9 +433,9 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         previous: while the round forms, the participants of the last round that are not accounted
             for yet, in their old rank order; empty if ``previous_roster`` is set.
         roster, previous_roster: replace ``participants`` and ``previous`` if these are many.
-        lost: lost participants of a running round that goes on without them.
+        absent: participants that are gone from a running round that goes on without them.
         evicted: live nodes whose workers may still run, and for which no round waits.
-        waiting: how many nodes waited when the document was written.
+        waiters: how many nodes waited when the document was written.
         cause: why the round forms; of a closed run, why it was closed.
         finishing: a participant's workers succeeded, so no newcomer is let in.
         expires: of a closed run: its keys expire after `Rules.sweep_after`.
@@ -473,9 +473,9 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     previous: Ids = ()
     roster: Shards | None = None
     previous_roster: Shards | None = None
-    lost: Ids = ()
+    absent: Ids = ()
     evicted: Ids = ()
-    waiting: Nodes = 0
+    waiters: Nodes = 0
     cause: Cause = Cause()
     finishing: bool = False
     outcome: Outcome | None = None
@@ -536,9 +536,9 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return len(self.participants) if self.roster is None else self.roster.size
 
     @property
-    def has_lost_all(self) -> bool:
-        """Whether every participant of the running round is lost."""
-        return self.phase is Phase.RUNNING and len(self.lost) >= self.size
+    def all_absent(self) -> bool:
+        """Whether every participant of the running round is absent."""
+        return self.phase is Phase.RUNNING and len(self.absent) >= self.size
 
     @property
     def rosters(self) -> list[Shards]:
@@ -580,7 +580,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         try:
             document = decode(_DOCUMENTS, data, DOCUMENT_BYTES)
             problem = document._problem()
-        except RefusedValueError as error:
+        except InvalidValueError as error:
             problem = str(error)
         if problem is None:
             return document._without_ranks()
@@ -644,7 +644,7 @@ class NodeRecord(
         looks: how often it has listed all records since it started, without listings after a failed
             write of the document.
         master: on rank 0, ``address:port`` of its TCPStore for ``round``.
-        hosts: False: this node could not open that TCPStore, so another node becomes rank 0.
+        can_host: False: this node could not open that TCPStore, so another node becomes rank 0.
         lacks: 4 or 6: the IP version that its host neither has nor reaches; 0: none, or not known.
         failed: it asks for another round, or has left, because its workers or agent failed.
         may_grow: its workers say that now is a good moment to let newcomers in.
@@ -655,17 +655,18 @@ class NodeRecord(
         port: the port of its listener for network checks; 0: none.
         link: the port of its listener for links; with one it may be accused. 0: none.
         accuses: nodes that were gone when this node dialled them again, each with its last beat.
-        found: what its network check found in the round of ``world_id``.
-        suspect: its last round did not run because of its network; no running round ends for it.
+        dials: what its network check found in the round of ``world_id``.
+        was_at_fault: its last round did not run because of its network, so no running round ends
+            for it.
         leaves: it leaves once the run has saved a checkpoint.
-        answer: the step named for a checkpoint, and the step that its fastest worker had reached
+        vote: the step named for a checkpoint, and the step that its fastest worker had reached
             when all of them knew of it; it accepts if that is an earlier step.
         saved: the last step that all its workers have saved, plus 1; told while the run saves.
         step: the last step of its slowest worker, the milliseconds of a step (0: unknown), and the
             global rank of that worker; None: not every worker has called ``step()`` in this round.
         stall: milliseconds since that step, and a `progress.Doing`; None: the step is recent.
         resumed: how its workers came to train in this round; told in the first heartbeats only.
-        last_call: of a leader: the round that forms, and when its last call ends, by the leader's
+        call_ends: of a leader: the round that forms, and when its last call ends, by the leader's
             wall clock; for people alone. None: none runs, or it has just begun.
         at: when it wrote this record, by its wall clock, in seconds since the epoch; for people
             alone. 0: not known.
@@ -687,7 +688,7 @@ class NodeRecord(
     rank: Nodes | None = None
     hint: Count | None = None
     master: Id | None = None
-    hosts: bool = True
+    can_host: bool = True
     lacks: Literal[0, 4, 6] = 0
     failed: bool = False
     may_grow: bool = False
@@ -697,12 +698,12 @@ class NodeRecord(
     port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
     link: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
     accuses: Annotated[tuple[tuple[Id, Count], ...], Long] = ()
-    found: Found | None = None
-    suspect: bool = False
+    dials: Dials | None = None
+    was_at_fault: bool = False
     leaves: bool = False
-    answer: tuple[Count, Count] | None = None
+    vote: tuple[Count, Count] | None = None
     saved: Count = 0
-    last_call: tuple[Count, Clock] | None = None
+    call_ends: tuple[Count, Clock] | None = None
     resumed: Resumed | None = None
     schema: Literal[2] = 2
     # Last, because they change with each heartbeat and a store may send only the end of a value.
@@ -747,10 +748,10 @@ class NodeRecord(
         return self.status is Status.LEFT and self.unfit != ""
 
     def accepts(self, step: int) -> bool | None:
-        """Whether its workers wait at the named ``step``; None: the node has not answered."""
-        if self.answer is None or self.answer[0] != step:
+        """Whether its workers wait at the named ``step``; None: the node has not voted."""
+        if self.vote is None or self.vote[0] != step:
             return None
-        return self.answer[1] < step
+        return self.vote[1] < step
 
     def encode(self) -> bytes:
         return _ENCODER.encode(self)
@@ -767,15 +768,15 @@ class NodeRecord(
             if not data.isascii() or 0x5C in data or 0x7F in data:
                 record = cleaned(record)
             if not 0 < record.interval <= record.lease:
-                raise RefusedValueError(
+                raise InvalidValueError(
                     f"a beat every {record.interval} s, a lease of {record.lease} s - at `$.lease`"
                 )
             for host in record.called:
                 if host not in KNOWN_HOSTS and not is_host(host):
-                    raise RefusedValueError("the name or number of no host - at `$.addr`")
+                    raise InvalidValueError("the name or number of no host - at `$.addr`")
             if record.master is not None and not is_master(record.master):
-                raise RefusedValueError("no address:port - at `$.master`")
-        except (*UNREADABLE, RefusedValueError) as error:
+                raise InvalidValueError("no address:port - at `$.master`")
+        except (*UNREADABLE, InvalidValueError) as error:
             raise RendezvousStateError(f"a node's record is unreadable: {plain(error)}") from None
         return record
 

@@ -84,7 +84,7 @@ class Park(Effect[Entry | None], frozen=True):
 
 
 class Rest(Effect[None], frozen=True):
-    """Pause; ends early when an order arrives."""
+    """Pause; ends early when `Inbox.wake` is called."""
 
     seconds: float
 

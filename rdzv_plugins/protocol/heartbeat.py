@@ -18,7 +18,7 @@ from rdzv_plugins.protocol.stalls import stall_of
 
 # The record's `slow` is 0 below this many milliseconds.
 _SLOW = 50
-# An accused node beats _ANSWERS times within `Rules.answer`, for _ANSWERS_FOR times `Rules.answer`.
+# For _ANSWERS_FOR times `Rules.answer_timeout`, an accused node beats _ANSWERS times within it.
 _ANSWERS, _ANSWERS_FOR = 3, 4
 # A round's first heartbeats carry `NodeRecord.resumed`: the leader needs to read it only once.
 _RESUMED_TOLD = 12
@@ -33,7 +33,7 @@ class Heartbeat:
         self._seen, self._workers = seen, workers
         # Whether to write the record before the next decision, and whether to ring the bell then.
         self._is_due = self._rings = False
-        # The first heartbeat comes with the order to join.
+        # The first heartbeat comes with the join.
         self._next = own.clock() + own.rules.interval
         # Seconds that the last two writes took.
         self._took = (0.0, 0.0)
@@ -64,10 +64,10 @@ class Heartbeat:
 
     def answer(self) -> None:
         """Beat at once and more often: the node is accused, and a store may lose one heartbeat."""
-        self._answers_until = self._clock() + _ANSWERS_FOR * (self._rules.answer or 0.0)
+        self._answers_until = self._clock() + _ANSWERS_FOR * (self._rules.answer_timeout or 0.0)
         self.require(rings=True)
 
-    def keep_alive(self, last_call: Callable[[], tuple[int, int] | None]) -> Effects[None]:
+    def keep_alive(self, call_ends: Callable[[], tuple[int, int] | None]) -> Effects[None]:
         """Beat once an interval, and look at the others; write a changed record at once."""
         self._watch_steps()
         interval_over = self._clock() >= self._next
@@ -75,12 +75,12 @@ class Heartbeat:
             self.amend(may_grow=False)  # `may_grow` holds for one interval.
         if self._is_due or interval_over:
             due = min(self._clock(), self._next)
-            yield from self._write(last_call())
+            yield from self._write(call_ends())
             self._seen.beat_was_late(self._clock() - due)
             # At least one interval. The random part keeps thousands of nodes from beating together.
             pause = self._rules.interval * (1 + 0.1 * self._own.chance.random())
             if self._clock() < self._answers_until:
-                pause = min(pause, (self._rules.answer or 0.0) / _ANSWERS)
+                pause = min(pause, (self._rules.answer_timeout or 0.0) / _ANSWERS)
             self._next = self._clock() + pause
         if interval_over:
             self._seen.read_again(leader=True, records=True)
@@ -99,7 +99,7 @@ class Heartbeat:
             self._workers.probe()
             self.require(rings=True)
 
-    def _write(self, last_call: tuple[int, int] | None) -> Effects[None]:
+    def _write(self, call_ends: tuple[int, int] | None) -> Effects[None]:
         progress = self._workers.progress() if self.record.status is Status.RUN else None
         resumed = progress.resumed if progress else None
         self._resumed_told = self._resumed_told + 1 if resumed else 0
@@ -113,7 +113,7 @@ class Heartbeat:
             slow=slow if slow >= _SLOW else 0,
             # Only people read `at`.
             at=int(self._own.wall()),
-            last_call=last_call,
+            call_ends=call_ends,
         )
         rings, self._is_due, self._rings = self._rings, False, False
         asked = self._clock()

@@ -25,8 +25,8 @@ _SETTLED_SECONDS = 1.0
 _REPEAT_SECONDS = 30.0
 
 
-class Orders:
-    """Orders and reports of the agent's threads that the node has not taken up yet.
+class Inbox:
+    """What the agent's threads ask for and report, until the node takes it up.
 
     Each method may be called in any thread, and ends the node's `Park` or `Rest` early.
 
@@ -114,92 +114,92 @@ class Join:
     """The agent's join, and the rounds that it was given.
 
     Attributes:
-        waits: an agent waits for a round.
+        joining: an agent waits for a round.
         asked_at, deadline: when it asked, and when its join times out.
         rounds: by incarnation, the number of the last round that it was given.
-        suspect: see `NodeRecord.suspect`.
+        was_at_fault: see `NodeRecord.was_at_fault`.
         news: a line for the log, once the record that asks for a round has been written.
     """
 
     def __init__(
         self,
         own: Own,
-        orders: Orders,
+        inbox: Inbox,
         timeout: float,
         seen: Observer,
         heartbeat: Heartbeat,
         contact: Contact,
     ) -> None:
-        self._orders = orders
+        self._inbox = inbox
         self._timeout, self._rules, self._clock = timeout, own.rules, own.clock
         self._seen, self._heartbeat, self._contact = seen, heartbeat, contact
-        self.waits = False
+        self.joining = False
         self.asked_at = self.deadline = 0.0
         self.given: RoundDocument | None = None
         self.rounds: dict[str, int] = {}
-        self.suspect = False
+        self.was_at_fault = False
         self.news = ""
         self._pace = Pace(own.clock())
 
-    def take_orders(self) -> bool:
-        """Change the record as the agent has ordered; returns whether a join begins."""
-        orders, heartbeat = self._orders, self._heartbeat
+    def take_messages(self) -> bool:
+        """Change the record as the agent's messages say; returns whether a join begins."""
+        inbox, heartbeat = self._inbox, self._heartbeat
         record = heartbeat.record
-        if orders.unfit is not None:
-            reason, orders.unfit = orders.unfit, None
+        if inbox.unfit is not None:
+            reason, inbox.unfit = inbox.unfit, None
             heartbeat.amend(status=Status.LEFT, unfit=reason, master=None)
-            self.waits = False
+            self.joining = False
             if heartbeat.record != record:
                 # Ring only for the first reason; the leader sees later reasons at its next listing.
                 heartbeat.require(rings=not record.is_unfit)
-        if begins := orders.joins:
-            orders.joins = False
+        if begins := inbox.joins:
+            inbox.joins = False
             self._begin()
-        if orders.done:
-            orders.done = False
+        if inbox.done:
+            inbox.done = False
             if self._is_at_work:
                 # No node waits for this, so do not ring the bell.
                 heartbeat.change(status=Status.DONE)
-        if orders.leaves:
-            orders.leaves = False
+        if inbox.leaves:
+            inbox.leaves = False
             if self._is_at_work:
                 heartbeat.change(rings=True, leaves=True)
-        if orders.saved:
-            orders.saved = False
+        if inbox.saved:
+            inbox.saved = False
             if self._is_at_work and self._rules.grow == "checkpoint":
                 heartbeat.change(rings=True, may_grow=True)
         return begins
 
     @property
     def _is_at_work(self) -> bool:
-        return self._heartbeat.record.status is Status.RUN and not self.waits
+        return self._heartbeat.record.status is Status.RUN and not self.joining
 
     def _begin(self) -> None:
-        orders, label, contact = self._orders, self._heartbeat.record.label, self._contact
-        self.waits, self.asked_at = True, self._clock()
-        self.deadline = self.asked_at + max(0.0, self._timeout - orders.waited)
+        inbox, label, contact = self._inbox, self._heartbeat.record.label, self._contact
+        self.joining, self.asked_at = True, self._clock()
+        self.deadline = self.asked_at + max(0.0, self._timeout - inbox.waited)
         self._pace = Pace(self.asked_at)
         if self.given is None:
             record = self._heartbeat.record
             self.news = f"joined as {label}, --nnodes={record.min_nodes}:{record.max_nodes}"
         else:
-            why = "its workers failed" if orders.failed else "its round is over"
+            why = "its workers failed" if inbox.failed else "its round is over"
             why = f"it was cut off: {contact.why_cut_off}" if contact.why_cut_off else why
             self.news = f"{label} asks for the next round: {why}"
         self._heartbeat.change(
             rings=True,
             status=Status.JOIN,
             master=None,
-            hosts=True,
-            failed=orders.failed,
+            can_host=True,
+            failed=inbox.failed,
             may_grow=False,
             leaves=False,
-            answer=None,
+            vote=None,
             saved=0,
             step=None,
             resumed=None,
             unfit="",
-            suspect=self.suspect,
+            was_at_fault=self.was_at_fault,
         )
         # A node that joins again may have lost the leader: read it now, not an interval later.
         self._seen.read_again(document=True, leader=self.given is not None)
@@ -211,7 +211,7 @@ class Join:
 
     def succeed(self, document: RoundDocument) -> None:
         """Note that the agent is given this round."""
-        self.given, self.suspect = document, False
+        self.given, self.was_at_fault = document, False
         self.rounds[document.incarnation] = document.round
 
     @property

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from rdzv_plugins.kv import RendezvousConnectionError, RendezvousStateError, Version
 from rdzv_plugins.protocol.accusations import lost_by_accusation
-from rdzv_plugins.protocol.cleanup import tidy_up
+from rdzv_plugins.protocol.cleanup import delete_earlier_rounds
 from rdzv_plugins.protocol.documents import BELL_KEY, Exclusion, Phase, RoundDocument
 from rdzv_plugins.protocol.effects import (
     Effects,
@@ -43,8 +43,8 @@ class Lead:
         self._seen, self._heartbeat = seen, heartbeat
         # The version of the bell as last heard.
         self._bell: Version | None = None
-        # The round after which to tidy up, the round before it, and how long it took to form.
-        self._untidy: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
+        # The round that `record_round` records, the round before it, and how long it took to form.
+        self._unrecorded: tuple[RoundDocument, RoundDocument | None, Durations] | None = None
         # The round whose first step is still to record; its record, and the record's date.
         self._stepless: tuple[RoundDocument, RoundRecord, float] | None = None
         # Seconds from a loss until it was noticed, and from then until the participants were named.
@@ -65,7 +65,7 @@ class Lead:
         return self._carried if self._looks_back_in(document) else None
 
     def call_to_announce(self) -> tuple[int, int] | None:
-        """See `NodeRecord.last_call`."""
+        """See `NodeRecord.call_ends`."""
         document, began = self._seen.document, self._seen.since.enough
         if document is None or document.phase is not Phase.FORMING or began is None:
             return None
@@ -106,21 +106,21 @@ class Lead:
         if document.phase is Phase.RUNNING and before and before.phase is Phase.CONFIRMING:
             took = self._clock() - self._seen.since.round
             confirming = max(0.0, took - self._gathered.gathering)
-            self._untidy = document, given, replace(self._gathered, confirming=confirming)
+            self._unrecorded = document, given, replace(self._gathered, confirming=confirming)
 
     def set_deadline(self) -> Effects[None]:
         """Set the run's deadline when this node stops leading: no other node may be left."""
         if not self._expires:
             yield from Expire(self._rules.abandoned)
 
-    def tidy_up(self) -> Effects[bool]:
-        """Record a running round and tidy up after it; in a later call, record its first step.
+    def record_round(self) -> Effects[bool]:
+        """Record a running round and delete earlier rounds; in a later call, record its first step.
 
         Returns whether there was something to do.
         """
-        if self._untidy is None:
+        if self._unrecorded is None:
             return (yield from self._note_first_step())
-        (released, before, took), self._untidy = self._untidy, None
+        (released, before, took), self._unrecorded = self._unrecorded, None
         records = self._seen.records or {}
         outdated = self._seen.shards.take_outdated()
         gone = lost_by_accusation(released, records)
@@ -131,7 +131,7 @@ class Lead:
         record, at = record_of(released, records, before, took), self._own.wall()
         self._stepless = released, record, at
         yield from RecordHistory(record, at)
-        yield from tidy_up(released, records, is_lost, outdated)
+        yield from delete_earlier_rounds(released, records, is_lost, outdated)
         return True
 
     def _note_first_step(self) -> Effects[bool]:
@@ -172,7 +172,7 @@ class Lead:
         """Wait until a node rings the bell, then read all records."""
         document = self._seen.document
         assert document is not None
-        call, told = self.call_to_announce(), self._heartbeat.record.last_call
+        call, told = self.call_to_announce(), self._heartbeat.record.call_ends
         calls = call is not None and (told is None or told[0] != call[0])
         forms = document.phase is Phase.FORMING
         if calls or (forms and not self._looks_back_in(document)):
@@ -202,8 +202,8 @@ class Lead:
             self._carried = yield from ReadExclusions()
         except (RendezvousConnectionError, RendezvousStateError) as error:
             self._looks_back_at = self._clock() + self._rules.interval
-            refused = isinstance(error, RendezvousStateError)
-            if refused or self._clock() - self._looks_back_since >= self._rules.lease:
+            is_final = isinstance(error, RendezvousStateError)
+            if is_final or self._clock() - self._looks_back_since >= self._rules.lease:
                 self._carried = ()
                 yield from Tell(
                     "exclusions",

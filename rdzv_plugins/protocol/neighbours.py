@@ -15,7 +15,7 @@ from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.documents import Accusation, Phase, RoundDocument
 from rdzv_plugins.protocol.effects import Effects, KeepLinks
 from rdzv_plugins.protocol.heartbeat import Heartbeat
-from rdzv_plugins.protocol.join import Join, Orders
+from rdzv_plugins.protocol.join import Inbox, Join
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.rules import Own
 
@@ -38,11 +38,11 @@ class Neighbours:
         heartbeat: Heartbeat,
         join: Join,
         contact: Contact,
-        orders: Orders,
+        inbox: Inbox,
     ) -> None:
         self._id, self._rules, self._clock = own.id, own.rules, own.clock
         self._seen, self._heartbeat, self._join = seen, heartbeat, join
-        self._contact, self._orders = contact, orders
+        self._contact, self._inbox = contact, inbox
         # Reports of links that `take_up_evidence` has not read: a node, and whether it is gone.
         self._evidence: deque[tuple[str, bool]] = deque()
         # When links are due next. By linked node: the endpoint of its listener (None: no listener).
@@ -64,18 +64,18 @@ class Neighbours:
     def report_dead(self, node: str) -> None:
         """Report that a node's process has ended, as far as a link tells."""
         self._evidence.append((node, True))
-        self._orders.wake()
+        self._inbox.wake()
 
     def report_alive(self, node: str) -> None:
         """Report that a node answers after `report_dead`."""
         self._evidence.append((node, False))
-        self._orders.wake()
+        self._inbox.wake()
 
     def report_others(self, others: frozenset[Standing]) -> None:
         """Report the `Standing` of all other ends of links; `ACCEPTED` for a missing link."""
         self._others, self._others_reported = others, True
         self._hear_others()  # Now, because a request may outlast this node's lease.
-        self._orders.wake()
+        self._inbox.wake()
 
     @property
     def is_reported(self) -> bool:
@@ -97,8 +97,8 @@ class Neighbours:
         if not contact.fails:
             return Standing.ACCEPTED
         is_over = document is not None and document.world_id != self.linked_to
-        is_lost = is_over or contact.why_cut_off or contact.is_alone or contact.others_are_lost
-        return Standing.LOST if is_lost else Standing.FAILING
+        others = contact.others_may_go_on or contact.others_are_lost
+        return Standing.LOST if is_over or contact.why_cut_off or others else Standing.FAILING
 
     @property
     def linked_to(self) -> str:
@@ -148,7 +148,7 @@ class Neighbours:
     def _accusation(self) -> tuple[str, Accusation] | None:
         """The accusation against this node in the document, with the incarnation."""
         document = self._seen.document
-        if document is None or not document.accused or self._rules.answer is None:
+        if document is None or not document.accused or self._rules.answer_timeout is None:
             return None
         against = (it for it in document.accused if it.node == self._id and not it.lost)
         accusation = next(against, None)
@@ -164,7 +164,7 @@ class Neighbours:
 
     def owe_links(self, seconds: float = 0.0, nodes: int = 0) -> None:
         """Make the links after these seconds at most, and _PER_NODE_SECONDS for each node."""
-        if self._rules.answer is not None:
+        if self._rules.answer_timeout is not None:
             due_at = self._clock() + seconds + _PER_NODE_SECONDS * nodes
             self._due_at = min(self._due_at, due_at)
 
@@ -182,10 +182,12 @@ class Neighbours:
         the leader that others can go on, and the first nodes of shards learn of each other.
         """
         document, confirmed = self._seen.document, self._seen.confirmed
-        if self._rules.answer is None or document is None or document.phase is not Phase.RUNNING:
+        if self._rules.answer_timeout is None:
+            return None
+        if document is None or document.phase is not Phase.RUNNING:
             return None
         leader = document.leader if document.leader != self._id else None
-        if self._join.waits and self._id not in document.ranks:
+        if self._join.joining and self._id not in document.ranks:
             silence = self._seen.liveness.confirmed_silence(leader) if leader else 0.0
             return document.world_id, leader if silence >= self._rules.lease / 2 else None
         if confirmed is None or confirmed.world_id != document.world_id:
@@ -199,7 +201,7 @@ class Neighbours:
         ring: tuple[str, ...] = ()
         if confirmed is not None:
             if links_for is None or links_for[0] == confirmed.world_id:
-                ring = self._seen.ring(confirmed)
+                ring = self._seen.own_rank.peers(confirmed)
             self._leads_shard = ring[:1] == (self._id,) and len(ring) < confirmed.size
             links_for = self._links_for() or (confirmed.world_id, None)
         here = ring.index(self._id) if self._id in ring else len(ring)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from rdzv_plugins.kv import Attempts, Entry, ExhaustedError, Version
-from rdzv_plugins.protocol.documents import NODES_PREFIX, Found, NodeRecord, RoundDocument
+from rdzv_plugins.protocol.documents import NODES_PREFIX, Dials, NodeRecord, RoundDocument
 from rdzv_plugins.protocol.effects import DialPeer, Effects, Read, Tell
 from rdzv_plugins.protocol.policies.network import partner_in
 from rdzv_plugins.protocol.roster import ranks_in, shard_key
@@ -46,7 +46,7 @@ class NetworkCheck:
         self._world_id: str | None = None
         self._partner: tuple[str, NodeRecord] | None = None
         self._first: str | None = None
-        self._found = Found()
+        self._dials = Dials()
         # The dial that is under way and when it began; its report, until `run` takes it up.
         self._attempts = 0
         self._dialling: tuple[str, float] | None = None
@@ -87,8 +87,8 @@ class NetworkCheck:
         if report is not None:
             self._answer = report
 
-    def run(self, document: RoundDocument) -> Effects[Found | None]:
-        """The findings of this node; None: not known yet, call again."""
+    def run(self, document: RoundDocument) -> Effects[Dials | None]:
+        """This node's dials; None: not known yet, call again."""
         self.awaits = None
         if self._world_id != document.world_id:
             yield from self._begin(document)
@@ -100,7 +100,7 @@ class NetworkCheck:
             seconds, why = answer
             self._partner = None
             why = f"{record.label} at {why}" if why else ""
-            self._found = replace(self._found, partner=partner, seconds=seconds, why=why)
+            self._dials = replace(self._dials, partner=partner, seconds=seconds, why=why)
         if self._first is not None:
             entry, first = yield from self._read_record(self._first)
             if first is None or first.master is None or first.world_id != document.world_id:
@@ -111,9 +111,9 @@ class NetworkCheck:
             if answer is None:
                 return None
             why = f"rank 0, {first.label}, at {answer[1]}" if answer[1] else ""
-            self._found = replace(self._found, first=self._first, unreached=why)
+            self._dials = replace(self._dials, first=self._first, unreached=why)
         self._world_id = None  # The node may confirm the same round again.
-        return self._found
+        return self._dials
 
     def _begin(self, document: RoundDocument) -> Effects[None]:
         ranks: Mapping[str, int] = document.ranks
@@ -129,7 +129,7 @@ class NetworkCheck:
                 self._partner = partner, record
         others = (node for node, rank in ranks.items() if rank == 0 and node != self._me)
         self._first = next(others, None)
-        self._found, self._dialling, self._answer = Found(), None, None
+        self._dials, self._dialling, self._answer = Dials(), None, None
         self._begins_again = False
         self._world_id = document.world_id
 

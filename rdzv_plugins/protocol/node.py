@@ -19,14 +19,13 @@ from msgspec.structs import replace
 
 from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.protocol import rules, words
-from rdzv_plugins.protocol.checkpoint import OwnCheckpoint
 from rdzv_plugins.protocol.contact import Contact
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
     CorruptDocumentError,
-    Found,
+    Dials,
     NodeRecord,
     Phase,
     RoundDocument,
@@ -49,12 +48,13 @@ from rdzv_plugins.protocol.effects import (
     Tell,
 )
 from rdzv_plugins.protocol.heartbeat import Heartbeat
-from rdzv_plugins.protocol.join import Join, Orders
+from rdzv_plugins.protocol.join import Inbox, Join
 from rdzv_plugins.protocol.lead import Lead
 from rdzv_plugins.protocol.master import Master
 from rdzv_plugins.protocol.neighbours import Neighbours
 from rdzv_plugins.protocol.network_check import NetworkCheck
 from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.own_checkpoint import OwnCheckpoint
 from rdzv_plugins.protocol.progress import NoSteps, Workers
 from rdzv_plugins.protocol.remarks import remarks
 from rdzv_plugins.protocol.rules import Failure, Own
@@ -88,7 +88,7 @@ class Node:
     Public members may be used from other threads; one thread drives the generators.
 
     Attributes:
-        orders: takes what the agent asks for and reports.
+        inbox: takes what the agent asks for and reports.
         neighbours: takes what links tell.
 
     Args:
@@ -115,23 +115,23 @@ class Node:
         self._own = own = Own(node_id, rules, clock, wall, chance)
         self._join_timeout = join_timeout
         # The answer of ``num_nodes_waiting()`` unless this node is cut off.
-        self._waiting = 0
+        self._nodes_waiting = 0
         self._share = chance.random()
         workers = workers or NoSteps()
         self._seen = seen = Observer(node_id, rules, clock)
         self._contact = Contact(rules, clock)
-        self.orders = Orders()
+        self.inbox = Inbox()
         self._heartbeat = heartbeat = Heartbeat(own, record, seen, workers)
-        self._join = join = Join(own, self.orders, join_timeout, seen, heartbeat, self._contact)
+        self._join = join = Join(own, self.inbox, join_timeout, seen, heartbeat, self._contact)
         self._checkpoint = OwnCheckpoint(workers, heartbeat)
         self._lead = Lead(own, seen, heartbeat)
         self._writer = Writer(own, seen, heartbeat, join, self._lead)
         self._master = Master(rules.lease, clock)
-        self.neighbours = Neighbours(own, seen, heartbeat, join, self._contact, self.orders)
+        self.neighbours = Neighbours(own, seen, heartbeat, join, self._contact, self.inbox)
         self._network = NetworkCheck(node_id, rules.lease, clock, seen.read_record)
         # Whether the node must read before it beats, because the store refused a request.
         self._reads_first = False
-        # The document by which `_waiting` was last computed.
+        # The document by which `_nodes_waiting` was last computed.
         self._judged: RoundDocument | None = None
         # Why this node's workers or agent failed, so that the node leaves.
         self._failure = ""
@@ -158,9 +158,9 @@ class Node:
         return self._seen.document
 
     @property
-    def waiting(self) -> int:
+    def num_nodes_waiting(self) -> int:
         """The answer of ``num_nodes_waiting()``."""
-        return self._waiting or int(self.is_cut_off)
+        return self._nodes_waiting or int(self.is_cut_off)
 
     @property
     def is_cut_off(self) -> bool:
@@ -171,12 +171,12 @@ class Node:
     def _is_at_work(self) -> bool:
         # In a closed run the other nodes do not go on without this node.
         runs = self.record.status is Status.RUN and self._join.given is not None
-        return runs and not self._join.waits and not self._seen.closed
+        return runs and not self._join.joining and not self._seen.closed
 
     @property
-    def ordered(self) -> bool:
-        """Whether the node has not taken up an order or a report yet."""
-        return self.orders.any or self._network.reported or self.neighbours.is_reported
+    def has_messages(self) -> bool:
+        """Whether the node has not taken up a message or a report yet."""
+        return self.inbox.any or self._network.reported or self.neighbours.is_reported
 
     @property
     def latest(self) -> RoundDocument | None:
@@ -196,12 +196,12 @@ class Node:
     @property
     def done(self) -> bool:
         """Whether this node's workers succeeded in the last round that its agent was given."""
-        return self.record.status is Status.DONE or self.orders.done
+        return self.record.status is Status.DONE or self.inbox.done
 
     @property
     def diagnosis(self) -> words.Diagnosis:
         """A sentence about what this node does or waits for."""
-        left = self._join.deadline - self._clock() if self._join.waits else None
+        left = self._join.deadline - self._clock() if self._join.joining else None
         view = self.view()
         found = words.of_node(view, left)
         if view.document is None or view.document.phase is not Phase.FORMING:
@@ -211,13 +211,13 @@ class Node:
     @property
     def over(self) -> bool:
         """Whether the agent must not wait in its round, because the run has left that round."""
-        return self.waiting > 0 or self._seen.closed
+        return self.num_nodes_waiting > 0 or self._seen.closed
 
     @property
     def in_round(self) -> bool:
         """Whether the run, as last seen, still counts on this node."""
         latest, given = self.latest, self._join.given
-        gave_up = self.record.status is Status.LEFT or self.orders.unfit is not None
+        gave_up = self.record.status is Status.LEFT or self.inbox.unfit is not None
         if given is None or gave_up:
             return False  # This node gave up, so the others decide whether to go on.
         return latest is None or (latest.is_of(given) and latest.names(self.id))
@@ -254,7 +254,7 @@ class Node:
         ``failure``: why its workers or its agent failed, so that it leaves.
         """
         if failure:
-            self._failure, self.orders.unfit = failure, failure
+            self._failure, self.inbox.unfit = failure, failure
         yield from self._leave()
         # Write the farewell again if a delayed beat has overwritten it.
         entry, _ = yield from self._seen.read_record(self.id)
@@ -266,8 +266,8 @@ class Node:
 
     def _leave(self) -> Effects[None]:
         """Write that this node is in no round, and give up the lead."""
-        unfit = self.record.unfit if self.orders.unfit is None else self.orders.unfit
-        if self.orders.joins:
+        unfit = self.record.unfit if self.inbox.unfit is None else self.inbox.unfit
+        if self.inbox.joins:
             unfit = ""  # The node is fit again, and has not written so yet.
         self._heartbeat.amend(
             beat=self.record.beat + 1,
@@ -290,10 +290,10 @@ class Node:
             except StopIteration:
                 return
             document = seen.arriving or seen.document
-            if document is not self._judged and not self._join.waits:
+            if document is not self._judged and not self._join.joining:
                 # Update the answer now, as the requests before the next decision may take long.
                 self._judged = document
-                self._waiting = nodes_waiting(replace(self.view(), document=document))
+                self._nodes_waiting = nodes_waiting(replace(self.view(), document=document))
             if (news := self.neighbours.news()) is not None:
                 yield from news
             answer, error, asked = None, None, self._clock()
@@ -341,7 +341,7 @@ class Node:
             yield from seen.read_document()
             if seen.token != token:
                 return
-        self._waiting = nodes_waiting(view)
+        self._nodes_waiting = nodes_waiting(view)
         if waits_for_a_living_round(view):
             self._join.start_over()  # torch's redundant nodes start over too.
         elif view.is_late and not isinstance(action, _ENDS):
@@ -349,19 +349,19 @@ class Node:
             self._join.deadline = seen.since.document + self.rules.lease
         if isinstance(action, _TELLS):
             yield from self._join.tell_news()
-        if self._join.waits and isinstance(action, rules.Wait):
+        if self._join.joining and isinstance(action, rules.Wait):
             yield from self._join.tell_wait(view)
-        if self.orders.joins and isinstance(action, _ENDS):
-            return  # The answer belongs to a join that was given up; a new join is ordered.
+        if self.inbox.joins and isinstance(action, _ENDS):
+            return  # The answer belongs to a join that was given up; the agent asks for another.
         # If the write fails, this node does not lead, although it beats and lists.
         seen.is_to_write = isinstance(action, _DECIDES)
         yield from self._act(action)
         seen.is_to_write = False
 
     def _take_up(self) -> Effects[None]:
-        self._take_orders()
-        if self.orders.withdraws:
-            self.orders.withdraws = self._join.waits = False
+        self._take_messages()
+        if self.inbox.withdraws:
+            self.inbox.withdraws = self._join.joining = False
             yield from self._leave()
         self._network.take_up()
         yield from self.neighbours.take_up_evidence()
@@ -378,7 +378,7 @@ class Node:
                 # Other nodes would wait for a node that beats but may not read.
                 yield from seen.read_document()
                 self._reads_first = False
-            self._take_orders()  # Take orders again, so that the next beat is up to date.
+            self._take_messages()  # Again, so that the next beat is up to date.
             yield from self._heartbeat.keep_alive(self._lead.call_to_announce)
         yield from seen.observe()
         for line in seen.unbelieved.take():
@@ -389,13 +389,13 @@ class Node:
         """Whether this node shows that it lives."""
         return self.record.status is not Status.LEFT or self.record.is_unfit
 
-    def _take_orders(self) -> None:
+    def _take_messages(self) -> None:
         self.neighbours.take_up_others()
-        if self.orders.joins and self.is_cut_off and not self._contact.why_cut_off:
+        if self.inbox.joins and self.is_cut_off and not self._contact.why_cut_off:
             self._contact.stop_workers()
-        if self._join.take_orders():
+        if self._join.take_messages():
             self._writer.draw_incarnation()
-            self._waiting = 0
+            self._nodes_waiting = 0
 
     def view(self) -> rules.View:
         """This node's view now. Another thread may get parts of the view from two moments."""
@@ -406,7 +406,7 @@ class Node:
             me=self.id,
             rules=self.rules,
             record=self.record,
-            joining=join.waits,
+            joining=join.joining,
             join_left=join.deadline - now,
             document=document,
             document_age=now - seen.since.document,
@@ -438,7 +438,7 @@ class Node:
             opening_for=self._master.opening_for(document),
             unheard=self._contact.unheard,
             until_first_lease=seen.until_first_lease(now),
-            unanswered=seen.answers.awaited,
+            unanswered=seen.answers.unanswered,
             latency=seen.delays.latency,
         )
 
@@ -482,7 +482,7 @@ class Node:
                 yield from self._lead.set_deadline()
 
     def _set_record(self, action: rules.SetRecord) -> Effects[None]:
-        if not action.hosts:
+        if not action.can_host:
             yield from Tell(
                 "master",
                 "this node, rank 0, opened no TCPStore within its lease: another node becomes rank "
@@ -495,11 +495,11 @@ class Node:
             incarnation=action.incarnation,
             round=action.round,
             master=None,
-            hosts=self.record.hosts and action.hosts,
+            can_host=self.record.can_host and action.can_host,
         )
 
     def _doubt(self, action: rules.Doubt) -> Effects[None]:
-        self._seen.doubt(action.nodes)
+        self._seen.liveness.doubt(action.nodes)
         if action.begins:
             yield from Tell(
                 "doubt",
@@ -526,10 +526,10 @@ class Node:
             if isinstance(master, float):
                 yield from self._pause(master)
                 return
-        found: Found | None = None
+        dials: Dials | None = None
         if self.rules.network_check and document.size > 1:
-            found = yield from self._check_network(document, seconds)
-            if found is None:
+            dials = yield from self._check_network(document, seconds)
+            if dials is None:
                 return
         self._master.give_up()
         self._seen.confirm(document)
@@ -543,17 +543,17 @@ class Node:
             master=master,
             failed=False,
             may_grow=False,
-            found=found,
+            dials=dials,
         )
         self.neighbours.owe_links(_LINKS_SECONDS, document.size)
 
     def _check_network(
         self, document: RoundDocument, seconds: float | None
-    ) -> Effects[Found | None]:
-        """This node's findings about the network; None: not known yet, decide again."""
-        found = yield from self._network.run(document)
-        if found is not None or self.ordered:
-            return found
+    ) -> Effects[Dials | None]:
+        """The dials of this node's network check; None: not known yet, decide again."""
+        dials = yield from self._network.run(document)
+        if dials is not None or self.has_messages:
+            return dials
         leads, awaits = document.leader == self.id, self._network.awaits
         patience = self.rules.interval if seconds is None else seconds
         if awaits is None or leads:
@@ -567,7 +567,7 @@ class Node:
         return None
 
     def _end_join(self, outcome: JoinOutcome) -> Effects[None]:
-        self._join.waits = False
+        self._join.joining = False
         if outcome.document is None:
             # The node is in no round and asks for none until its agent asks again.
             try:
@@ -585,7 +585,7 @@ class Node:
         if outcome.failure is Failure.DRAINED:
             self._heartbeat.amend(unfit="")
         elif outcome.failure is Failure.AT_FAULT and self.document is not None:
-            self._join.suspect = True
+            self._join.was_at_fault = True
             self._heartbeat.amend(unfit=self.document.faults.why_out(self.id))
         yield from self._leave()
 
@@ -597,10 +597,10 @@ class Node:
 
     def _pause(self, seconds: float | None) -> Effects[None]:
         """Wait for a change, the next beat or ``seconds``; first do the work that can wait."""
-        if self.ordered or self._master.is_reported:
+        if self.has_messages or self._master.is_reported:
             return  # The driver's wake-up may have come before this wait began.
         neighbours = self.neighbours
-        if neighbours.is_asked or (yield from self._lead.tidy_up()):
+        if neighbours.is_asked or (yield from self._lead.record_round()):
             return
         until_links = neighbours.seconds_left
         if until_links <= 0:
@@ -621,7 +621,7 @@ class Node:
         timeout = until_beat if seconds is None else min(until_beat, seconds)
         if seen.misses_its_rank and self._clock() - seen.since.document < self.rules.interval:
             timeout = min(timeout, _MISSING_SHARD_PAUSE)
-        if self._join.waits:
+        if self._join.joining:
             timeout = min(timeout, self._join.seconds_left)
         if leads:
             yield from self._lead.await_bell(timeout)
@@ -643,8 +643,8 @@ class Node:
         if damaged and self._join.has_asked_for_a_lease:
             # Overwrite the document: live nodes of the run would have written it again.
             self._seen.unbelieved.is_overwritten = True
-        elif self._join.waits and not self.orders.withdraws and self._join.is_hopeless(error):
-            self._join.waits = False
+        elif self._join.joining and not self.inbox.withdraws and self._join.is_hopeless(error):
+            self._join.joining = False
             self._heartbeat.amend(status=Status.LEFT)
             yield from FinishJoin(JoinOutcome(error=error))
         if self.is_cut_off:

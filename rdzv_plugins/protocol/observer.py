@@ -96,7 +96,7 @@ class Observer:
         self._lists = False
         self._leader_is: str | None = None  # The id of the node whose record `leader` is.
         self._listing = RecordCache(rules.lease)
-        self._own_rank = OwnRank(node_id, rules.inline)
+        self.own_rank = OwnRank(node_id, rules.inline)
         self._listed_at = float("-inf")
         # The lost leader whose place this node took, until all records have been listed.
         self._outlived: str | None = None
@@ -117,10 +117,6 @@ class Observer:
     def beat_was_late(self, seconds: float) -> None:
         """Note how late this node's beat was written, without the time of an outage."""
         self.delays.beat_was_late(min(seconds, self._clock() - self.outages.over_at))
-
-    def doubt(self, nodes: Iterable[str]) -> None:
-        """See `FailureDetector.doubt`."""
-        self.liveness.doubt(nodes)
 
     def read_again(
         self, *, document: bool = False, leader: bool = False, records: bool = False
@@ -162,7 +158,7 @@ class Observer:
             document = known or self._decode(entry)
             if document is not None and not document.is_whole:
                 self.arriving = document
-                document = yield from self._own_rank.read(document)
+                document = yield from self.own_rank.read(document)
             self.arriving = None
             was, self.document, self.token = self.document, document, token
             self.shards.replace(shards_of(document) if stored is None else stored)
@@ -171,10 +167,6 @@ class Observer:
                 self._compare(was, document)
         self.document_is_fresh = True
         self._due.discard("document")
-
-    def ring(self, document: RoundDocument) -> tuple[str, ...]:
-        """See `OwnRank.ring`."""
-        return self._own_rank.ring(document)
 
     @property
     def misses_its_rank(self) -> bool:
@@ -287,7 +279,7 @@ class Observer:
         if "document" in self._due:
             yield from self.read_document()
         if self.misses_its_rank and self.document is not None:
-            self._improve((yield from self._own_rank.read(self.document)))
+            self._improve((yield from self.own_rank.read(self.document)))
         document = self.document
         if document is None or document.closed or self.cannot_list:
             return
@@ -340,7 +332,7 @@ class Observer:
         self.delays.listing = now - asked
         if self._outlived is not None:
             # If this node is slow itself, the deposed leader may be just as slow: doubt it too.
-            self.doubt(watched - (set() if self.delays.lag else {self._outlived}))
+            self.liveness.doubt(watched - (set() if self.delays.lag else {self._outlived}))
             self._outlived = None
         self._listed_at = self.listed_since = now
         self.looks += not self.is_to_write
@@ -377,10 +369,11 @@ class Observer:
     def answered(self) -> None:
         """Note that the store answered a request.
 
-        Silence during an outage proves nothing, because other nodes cannot beat then either. A
-        short outage is taken out of each window. After one longer than `Rules.outage` all windows
-        begin again, and each node has a lease to beat again, because some nodes reconnect later
-        than others. An accused node has little time, so its window begins again after any trouble.
+        Silence while the store is away proves nothing, because other nodes cannot beat then either.
+        After an outage all windows begin again, and each node has a lease to beat again, because
+        some nodes reconnect later than others. A shorter absence, in which a request failed, is
+        taken out of each window. An accused node has little time, so its window begins again after
+        any trouble.
         """
         if (away := self.outages.ends()) is None:
             return
@@ -407,7 +400,7 @@ class Observer:
         """Seconds since the last sign of life of the lost nodes among ``nodes``."""
         now = self._clock()
         silent = [self.liveness.possible_silence(it, now) for it in nodes if self.is_lost(it)]
-        return max([*silent, *self.answers.awaited.values()], default=0.0)
+        return max([*silent, *self.answers.unanswered.values()], default=0.0)
 
     def is_lost(self, node: str) -> bool:
         """See `View.is_lost`."""

@@ -57,7 +57,7 @@ class Outages:
         seconds = now - self._answered - self._paused if self._answered is not None else 0.0
         self._answered, self._paused = now, 0.0
         self._failed = self._repeated = False
-        is_outage = seconds > self._rules.outage
+        is_outage = seconds > self._rules.shortest_outage
         if not (is_outage or failed or repeated):
             return None
         self.count += is_outage

@@ -67,7 +67,7 @@ class OwnRank:
                 del kept[next(iter(kept))]
         return document
 
-    def ring(self, document: RoundDocument) -> tuple[str, ...]:
+    def peers(self, document: RoundDocument) -> tuple[str, ...]:
         """The participants to which this node may have links, in rank order: all, or its shard."""
         if document.roster is not None:
             return self._shard_nodes.get(document.roster.digest, ())

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rdzv_plugins.kv import Entry
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -19,7 +18,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.effects import Effects, List, Rest
 from rdzv_plugins.protocol.policies import keeps_out
-from rdzv_plugins.protocol.record_cache import readable
+from rdzv_plugins.protocol.record_cache import readable_records
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.protocol.situation import fits
 from rdzv_plugins.protocol.sizes import Sizes, world_size
@@ -103,7 +102,7 @@ class Service:
         if last is None or last.master is None or latest is None or not latest.is_of(last):
             return None
         first = last.participants[0] if last.participants else me
-        if first == me or first in latest.lost or not latest.names(first):
+        if first == me or first in latest.absent or not latest.names(first):
             return None
         address, _, port = last.master.rpartition(":")
         return address, int(port)
@@ -196,7 +195,7 @@ class Service:
         if latest is None:
             return False
         if latest.is_whole or (left and latest.leader in (None, me)):
-            records = _read((yield from List(NODES_PREFIX)))
+            records = readable_records((yield from List(NODES_PREFIX)))
         elif left:
             return True
         return goes_on_without(me, latest, records, self._rules, self._wall(), newcomers)
@@ -209,13 +208,14 @@ class Service:
         Waits until all other nodes have shown that they live, or ``is_over``: a loss would show by
         then.
         """
-        before = _read((yield from List(NODES_PREFIX)))
+        before = readable_records((yield from List(NODES_PREFIX)))
         while True:
             if (latest := self._node.latest) is not None and lost_one(last, latest):
                 return True
             if is_over():
                 return False
-            if all_live(self._node.id, last, before, _read((yield from List(NODES_PREFIX)))):
+            now = readable_records((yield from List(NODES_PREFIX)))
+            if all_live(self._node.id, last, before, now):
                 return False
             yield from Rest(min(_LOOK_SECONDS, self._rules.interval))
 
@@ -249,9 +249,10 @@ def goes_on_without(
     if records is None:
         shards = document.roster or document.previous_roster
         size = shards.size if shards is not None else document.size
-        lost = document.cause.lost.count if document.phase is Phase.FORMING else len(document.lost)
-        return size - sizes.segment * (lost + max(1, newcomers.count)) >= sizes.least
-    out = {me, *document.lost, *keeps_out(document, records, wall)}
+        forms = document.phase is Phase.FORMING
+        gone = document.cause.lost.count if forms else len(document.absent)
+        return size - sizes.segment * (gone + max(1, newcomers.count)) >= sizes.least
+    out = {me, *document.absent, *keeps_out(document, records, wall)}
     others = [
         node
         for node, record in records.items()
@@ -271,7 +272,7 @@ def lost_one(last: RoundDocument, latest: RoundDocument) -> bool:
     """Whether a node of the round ``last`` was lost since."""
     if not latest.is_of(last):
         return False
-    return bool(latest.lost or (latest.round > last.round and latest.cause.lost))
+    return bool(latest.absent or (latest.round > last.round and latest.cause.lost))
 
 
 def all_live(
@@ -303,12 +304,7 @@ def _runs(document: RoundDocument, node: str, record: NodeRecord) -> bool:
 
 
 def loss_shows_within(rules: Rules) -> float:
-    """Seconds within which the loss of a participant shows in `Node.waiting`."""
+    """Seconds within which the loss of a participant shows in `Node.num_nodes_waiting`."""
     # The leader may see a node's last heartbeat 1.1 intervals late, and then waits for the lease.
     # If the leader itself was lost, its successor needs up to 2 s to take over.
     return rules.lease + 1.1 * rules.interval + 2.0
-
-
-def _read(entries: Mapping[str, Entry]) -> dict[str, NodeRecord]:
-    found = {key.removeprefix(NODES_PREFIX): readable(it) for key, it in entries.items()}
-    return {node: record for node, record in found.items() if record is not None}

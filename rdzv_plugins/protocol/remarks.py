@@ -11,7 +11,7 @@ from rdzv_plugins.protocol.policies.network import own_findings, remark, slow, v
 from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.situation import is_full, unconfirmed, waits_for_a_living_round
 from rdzv_plugins.protocol.sizes import Sizes
-from rdzv_plugins.protocol.stalls import standing_of
+from rdzv_plugins.protocol.stalls import steps_of_node
 
 Remark: TypeAlias = tuple[str, object, str, *tuple[str, ...]]
 """A remark of a node for people: kind, key (logged once), sentence, and `Tell.command`."""
@@ -42,10 +42,10 @@ def _of_the_round(view: View, document: RoundDocument) -> Iterator[Remark]:
     if document.phase is Phase.FORMING and number > 0:
         about = "lost" if document.cause.lost else "forming"
         yield about, this_round, f"round {number} forms: {document.reason}"
-    if document.lost and document.leader == view.me:
-        names = Names().plus(labels(view.records or {}, document.lost))
+    if document.absent and document.leader == view.me:
+        names = Names().plus(labels(view.records or {}, document.absent))
         text = f"round {number} goes on without {names}: lease ran out"
-        yield "lost", (*this_round, document.lost), text
+        yield "lost", (*this_round, document.absent), text
     evicted = document.cause.evicted
     if evicted and view.record.label in evicted and not document.names(view.me):
         text = f"round {number} goes on without this node: its agent did not ask for it in time"
@@ -92,7 +92,7 @@ def _of_a_spare(view: View, document: RoundDocument) -> Iterator[Remark]:
     why = "which is full"
     if document.finishing:
         why = "whose workers are about to end"
-    elif view.record.suspect:
+    elif view.record.was_at_fault:
         why = "which is not ended for a node that failed its network check"
     elif not is_full(document, Sizes.of(view.rules)):
         why = f"which lets newcomers in later ({view.record.policy})"
@@ -106,7 +106,7 @@ def _of_a_spare(view: View, document: RoundDocument) -> Iterator[Remark]:
 
 
 def _of_stalls(view: View, document: RoundDocument) -> Iterator[Remark]:
-    found = standing_of(view.record)
+    found = steps_of_node(view.record)
     if found is not None and found.stalled and view.record.world_id == document.world_id:
         yield "stalled", (document.world_id, found.step), str(found)
 
@@ -120,7 +120,7 @@ def _of_the_network(view: View, document: RoundDocument) -> Iterator[Remark]:
     records = {**view.records, view.me: view.record}
     runs = document.phase is Phase.RUNNING
     if document.phase is Phase.CONFIRMING and not unconfirmed(document, records):
-        if not verdict_on(document, records, view.rules).runs:
+        if not verdict_on(document, records).runs:
             yield "network", this_round, remark(document, records, runs=False)
     elif runs and document.faults.links:
         yield "network", this_round, remark(document, records, runs=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from rdzv_plugins.kv.gate import SHARD_BYTES, Id, Nodes, RefusedValueError, decode
+from rdzv_plugins.kv.gate import SHARD_BYTES, Id, InvalidValueError, Nodes, decode
 from rdzv_plugins.protocol.documents import NodeRecord, Phase, RoundDocument, Shards, digest_of
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def ranks_in(entry: Entry | None) -> dict[str, int] | None:
         return None
     try:
         return decode(_SHARDS, entry.value, SHARD_BYTES)
-    except RefusedValueError:
+    except InvalidValueError:
         return None
 
 

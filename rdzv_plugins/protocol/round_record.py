@@ -13,7 +13,7 @@ from rdzv_plugins.kv.gate import Count, Id, Key, Lasted, Nodes, Seconds, Text, p
 from rdzv_plugins.protocol.documents import Names, NodeRecord, Outcome, Phase, RoundDocument
 
 CAUSES = (
-    "lost", "left", "failed", "joined", "evicted", "held", "stuck", "drained", "excluded",
+    "lost", "left", "failed", "joined", "evicted", "surplus", "stuck", "drained", "excluded",
 )  # fmt: skip
 """The fields of `documents.Cause`, and of `RoundRecord`, that name nodes."""
 
@@ -111,7 +111,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     failed: Members = ()
     joined: Members = ()
     evicted: Members = ()
-    held: Members = ()
+    surplus: Members = ()
     stuck: Members = ()
     drained: Members = ()
     excluded: Members = ()

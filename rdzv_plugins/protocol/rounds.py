@@ -44,7 +44,7 @@ def next_round(
     view: View,
     document: RoundDocument,
     gone: Iterable[str],
-    waiting: int,
+    waiters: int,
     cause: Cause,
     out: Collection[str] = (),
 ) -> RoundDocument:
@@ -58,9 +58,9 @@ def next_round(
         leader=view.me,
         participants=(),
         previous=without(document.participants, (*gone, *out)),
-        lost=(),
+        absent=(),
         evicted=_evicted_with(document, view.records or {}, out),
-        waiting=waiting,
+        waiters=waiters,
         finishing=False,
         cause=cause,
         resize=False,
@@ -154,10 +154,10 @@ def naming_participants(at: Situation) -> RoundDocument:
     failed = [records[node].label for node in survivors if records[node].failed]
     # `Situation.gone` includes nodes that had asked for this round and were lost since.
     cause = amended(document.cause, records, at.gone, at.by_accusation).plus(failed=failed)
-    left_over = [records[node].label for node in survivors if node not in taken]
-    if left_over or cause.held:  # cause.held is from rounds that never ran.
+    surplus = [records[node].label for node in survivors if node not in taken]
+    if surplus or cause.surplus:  # cause.surplus is from rounds that never ran.
         cause = replace(
-            cause, held=cause.held.without(set(labels(records, chosen))).plus(left_over)
+            cause, surplus=cause.surplus.without(set(labels(records, chosen))).plus(surplus)
         )
     if document.round > 0:
         # The cause names all nodes that waited when the last round ended; some stay spares.
@@ -173,7 +173,7 @@ def naming_participants(at: Situation) -> RoundDocument:
         participants=chosen,
         previous=(),
         evicted=still_run,
-        waiting=len(ready) + len(at.not_admitted) - len(chosen),
+        waiters=len(ready) + len(at.not_admitted) - len(chosen),
         cause=cause,
         grew=document.round if taken - old else document.grew,
         ran=None,
@@ -211,9 +211,9 @@ def amended(
     cause: Cause,
     records: Mapping[str, NodeRecord],
     gone: Iterable[str],
-    found: Mapping[str, Accusation] = NOBODY,
+    by_accusation: Mapping[str, Accusation] = NOBODY,
 ) -> Cause:
-    """The cause with the gone nodes as lost or left; ``found``: nodes whose processes ended."""
+    """The cause with the gone nodes as lost or left; ``by_accusation``: see `Situation`."""
     ended: dict[str, Accusation] = {}
     left: list[str] = []
     silent: list[str] = []
@@ -224,15 +224,15 @@ def amended(
         if record is None or record.status is not Status.DONE:
             said_so = record is not None and record.status is Status.LEFT
             (left if said_so else silent).append(record.label if record else node)
-            if record is not None and node in found and not said_so:
-                ended[record.label] = found[node]
+            if record is not None and node in by_accusation and not said_so:
+                ended[record.label] = by_accusation[node]
             if record is not None and record.is_unfit:
                 unfit[record.label] = record.unfit
             if said_so and record is not None and record.failed:
                 failed.append(record.label)
     # Sorted, because a cause keeps only some of many names: every leader keeps the same names.
     cause = cause.plus(lost=silent, left=left, failed=failed)
-    return cause.because(dict(sorted(unfit.items()))).found(dict(sorted(ended.items())))
+    return cause.because(dict(sorted(unfit.items()))).with_accusers(dict(sorted(ended.items())))
 
 
 def _evicted_with(

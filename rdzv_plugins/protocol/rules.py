@@ -40,8 +40,8 @@ class Rules:
         segment: a round takes whole segments, of this many nodes of one domain each.
         outage_limit: a node stops its workers once the store has accepted none of its heartbeats
             for this long; infinite: only if the store refuses the node, after its lease.
-        answer: seconds within which a wake-up reaches a node and its heartbeat reaches the store;
-            None: nodes have no links, and nobody is accused.
+        answer_timeout: seconds within which an accused node answers: a wake-up reaches it, and its
+            heartbeat reaches the store. None: nodes have no links, and nobody is accused.
         save_timeout: how long a planned end of a round waits for its checkpoint; 0: not at all.
         step_timeout: a round ends once a rank has done no step for this long; 0: never.
         probation: how long a node is new to a run, where ``min_uptime`` is 0.
@@ -77,7 +77,7 @@ class Rules:
     save_timeout: float = 0.0
     step_timeout: float = 0.0
     probation: float = 60.0
-    answer: float | None = None
+    answer_timeout: float | None = None
     run: str = ""
     sealed: bool = False
 
@@ -111,8 +111,8 @@ class Rules:
         return self.segment > 1 or self.rank_order == "topology"
 
     @property
-    def outage(self) -> float:
-        """Seconds without an answer after which the store counts as away, and not as slow."""
+    def shortest_outage(self) -> float:
+        """Seconds without an answer; after less than this the store counts as slow, not as away."""
         return max(self.interval, self.lease / 3)
 
 
@@ -226,7 +226,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     latency: float = 0.0
 
     @property
-    def own(self) -> str | None:
+    def own_incarnation(self) -> str | None:
         """The incarnation in which this node last confirmed a rank."""
         return self.confirmed.incarnation if self.confirmed is not None else None
 
@@ -300,13 +300,13 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class SetRecord(msgspec.Struct, frozen=True):
-    """Write this node's record; ``ring``: ring the bell; ``hosts=False``: its TCPStore was late."""
+    """Write this node's record; ``ring``: ring the bell; ``can_host``: see `NodeRecord`."""
 
     status: Status
     incarnation: str | None
     round: int
     ring: bool = True
-    hosts: bool = True
+    can_host: bool = True
 
 
 class Confirm(msgspec.Struct, frozen=True):

@@ -40,7 +40,7 @@ def assess(view: View, document: RoundDocument) -> Situation:
         lost=lost_nodes(view, document, records).union(gone),
         by_accusation=gone,
         silent=_silent_nodes(view, document, records),
-        back=frozenset(node for node in document.lost if node == view.me or view.moved(node)),
+        back=frozenset(node for node in document.absent if node == view.me or view.moved(node)),
     )
 
 
@@ -104,7 +104,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         by_accusation: the lost nodes whose processes are gone, each with its accusation.
         silent: nodes that do not count as live, because their leases have run out even if they have
             one more lease; for an outside observer, because a heartbeat is overdue.
-        back: nodes that the document calls lost, and that beat again.
+        back: nodes that the document calls absent, and that beat again.
     """
 
     document: RoundDocument
@@ -133,8 +133,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         }
 
     @derived
-    def overdue(self) -> list[str]:
-        """Nodes that are silent and not lost: a leader doubts them."""
+    def doubted(self) -> list[str]:
+        """Nodes that are silent and not lost."""
         return [
             node
             for node in self.records
@@ -237,8 +237,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def newly_gone(self) -> list[str]:
-        """Participants that have left or are lost, and that the document does not call lost yet."""
-        known = {*self.document.lost, *self.taken_out}
+        """Participants that have left or are lost, and that the document does not call absent."""
+        known = {*self.document.absent, *self.taken_out}
         return [
             node
             for node in self.document.ranks
@@ -270,7 +270,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             and self.records[node].world_id == self.document.world_id
         }
         return (
-            {*self.newly_gone, *self.document.lost} - {*self.rejoined, *self.taken_out} - returned
+            {*self.newly_gone, *self.document.absent} - {*self.rejoined, *self.taken_out} - returned
         )
 
     @derived
@@ -342,7 +342,7 @@ def nodes_waiting(view: View) -> int:
 
 def to_join_again(document: RoundDocument) -> int:
     """The answer of ``num_nodes_waiting()`` to the agents whose round this document ended."""
-    return max(1, document.waiting)
+    return max(1, document.waiters)
 
 
 def waits_for_a_living_round(view: View) -> bool:
@@ -350,7 +350,7 @@ def waits_for_a_living_round(view: View) -> bool:
     document = view.document
     if not view.joining or document is None or document.phase is not Phase.RUNNING:
         return False
-    if document.has_lost_all:
+    if document.all_absent:
         return False
     if view.record.status is not Status.SPARE or view.me in document.ranks:
         return False
@@ -362,7 +362,7 @@ def waits_for_a_living_round(view: View) -> bool:
 
 def is_full(document: RoundDocument, sizes: Sizes) -> bool:
     """Whether the running round has no room."""
-    return document.size - len(document.lost) >= sizes.most
+    return document.size - len(document.absent) >= sizes.most
 
 
 def unconfirmed(document: RoundDocument, records: Mapping[str, NodeRecord]) -> list[str]:

@@ -31,7 +31,7 @@ _SHOWN = {
 }
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """The steps of a run's workers.
 
     Attributes:
@@ -69,23 +69,23 @@ def stall_of(progress: Progress | None, rules: Rules) -> tuple[int, Doing] | Non
     return (progress.stood, progress.doing) if progress.stood >= 1000 * limit else None
 
 
-def standing_of(record: NodeRecord) -> Standing | None:
+def steps_of_node(record: NodeRecord) -> StepReport | None:
     """The step of one node's slowest worker; None: its workers tell no steps."""
     if record.step is None or record.status is not Status.RUN:
         return None
     step, milliseconds, rank = record.step
     stalled = record.stall[0] / 1000 if record.stall else 0.0
     seconds = milliseconds / 1000
-    return Standing(step=step, seconds=seconds, stalled=stalled, host=record.host, rank=rank)
+    return StepReport(step=step, seconds=seconds, stalled=stalled, host=record.host, rank=rank)
 
 
-def standing(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Standing | None:
+def steps_of_run(document: RoundDocument, records: Mapping[str, NodeRecord]) -> StepReport | None:
     """The steps of the run's workers; None: they tell no steps."""
     told = [*_told(document, records).values()]
     if not told:
         return None
     last = min(told, key=_blame)
-    found = standing_of(last)
+    found = steps_of_node(last)
     assert found is not None
     if found.stalled or _is_behind(last, max(it.step[0] for it in told if it.step)):
         return found
@@ -106,7 +106,7 @@ def stuck(view: View, at: Situation) -> tuple[NodeRecord, str] | None:
         return None
     silence = view.possible_silence
     first = min(stood, key=lambda it: (*_blame(told[it]), -stood[it] - 1000 * silence(it)))
-    return told[first], f"{standing_of(told[first])}{_SHOWN[_blame(told[first])[1]]}"
+    return told[first], f"{steps_of_node(told[first])}{_SHOWN[_blame(told[first])[1]]}"
 
 
 def _told(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, NodeRecord]:

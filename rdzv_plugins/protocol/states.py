@@ -82,7 +82,7 @@ def state_of(
         silent, lost: a heartbeat is overdue, the lease ran out, on the caller's monotonic clock.
         now: seconds since the epoch; exclusions end by it.
     """
-    called_lost = document is not None and node in document.lost
+    called_lost = document is not None and node in document.absent
     if record is None:
         return State.LOST if lost or called_lost else State.UNKNOWN
     asks, ended = record.asks, record.has_ended

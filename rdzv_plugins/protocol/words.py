@@ -41,7 +41,7 @@ class Diagnosis:
         doubted: how many nodes are late all at once, so that each has one more lease.
         unfit: nodes that ask for no round because their check failed, each with the reason.
         excluded: which hosts are kept out, until when and why.
-        refused: how many asking nodes are not admitted to the next round, and why.
+        not_admitted: how many asking nodes are not admitted to the next round, and why.
         network: between which nodes data do not pass, or pass slowly.
         since: since when the round forms.
         seconds: seconds left, or passed, as ``limit`` says; None: there is no limit.
@@ -58,7 +58,7 @@ class Diagnosis:
     doubted: int = 0
     unfit: Names = _NOBODY
     excluded: str = ""
-    refused: str = ""
+    not_admitted: str = ""
     network: str = ""
     since: str = ""
     seconds: float | None = None
@@ -85,7 +85,7 @@ class Diagnosis:
             else "",
             f"unfit: {self.unfit}" if self.unfit else "",
             self.excluded,
-            self.refused,
+            self.not_admitted,
             self.network,
             f"forming since {self.since}" if self.since else "",
         ]
@@ -111,8 +111,8 @@ class _Known:
             lead sees only the document and the leader's record.
         leads: the leader speaks: a silent node that is not lost has one more lease.
         leader: the leader's record.
-        join, last_call, rejoin: until ``join_timeout``, and until the round stops waiting.
-        call_ends, since: when the last call ends, and since when the round forms, for people.
+        join, call_left, rejoin: until ``join_timeout``, and until the round stops waiting.
+        call_until, since: when the last call ends, and since when the round forms, for people.
         quiet: seconds of watching in which no heartbeat was seen.
         network: what a node knows of its own network; it is told if there is nothing worse.
     """
@@ -121,9 +121,9 @@ class _Known:
     leads: bool = False
     leader: NodeRecord | None = None
     join: float | None = None
-    last_call: float | None = None
+    call_left: float | None = None
     rejoin: float | None = None
-    call_ends: str = ""
+    call_until: str = ""
     since: str = ""
     quiet: float | None = None
     hold: Reason | None = None
@@ -163,15 +163,15 @@ def of_run(at: Situation, quiet_for: float | None = None) -> Diagnosis:
     known = _Known(leader=leader, since=since, quiet=quiet_for, hold=_held(at))
     if ends:
         until = f", until {shown(ends, at.wall)}"
-        known = replace(known, last_call=ends - at.wall, call_ends=until)
+        known = replace(known, call_left=ends - at.wall, call_until=until)
     return _describe(at, known)
 
 
 def call_ends(document: RoundDocument, leader: NodeRecord | None) -> int:
     """When the last call of the forming round ends, on its leader's wall clock; 0: unknown."""
-    if document.phase is not Phase.FORMING or leader is None or leader.last_call is None:
+    if document.phase is not Phase.FORMING or leader is None or leader.call_ends is None:
         return 0
-    round_, ends = leader.last_call
+    round_, ends = leader.call_ends
     return ends if round_ == document.round and shown(ends, ends) else 0
 
 
@@ -196,7 +196,7 @@ def of_node(view: View, join_left: float | None = None) -> Diagnosis:
             known,
             sees_all=True,
             leads=True,
-            last_call=0.0 if hold is None else hold.seconds,
+            call_left=0.0 if hold is None else hold.seconds,
             rejoin=rejoin_patience(view.rules, at.size) - view.round_age,
             hold=hold,
         )
@@ -215,9 +215,9 @@ def _describe(at: Situation, known: _Known, does: _Says | None = None) -> Diagno
         found = replace(
             found,
             unfit=_reasons(_unfit(at)),
-            refused=_refused(at) if document.phase is not Phase.CONFIRMING else "",
+            not_admitted=_not_admitted(at) if document.phase is not Phase.CONFIRMING else "",
             network="; ".join(filter(None, (sentence(document, records), late))),
-            doubted=len(at.overdue) if known.leads else 0,
+            doubted=len(at.doubted) if known.leads else 0,
         )
     network = found.network or known.network
     return replace(found, network=network, excluded=summary(document, at.wall))
@@ -231,7 +231,7 @@ def _reasons(unfit: Iterable[NodeRecord]) -> Names:
     return _NOBODY.plus(f"{record.label} ({record.unfit})" for record in unfit)
 
 
-def _refused(at: Situation) -> str:
+def _not_admitted(at: Situation) -> str:
     found = Counter(it.why for it in at.not_admitted.values() if it.why)
     return "; ".join(f"{_count(nodes)} waiting: {why}" for why, nodes in found.items())
 
@@ -276,8 +276,8 @@ def _forming(at: Situation, known: _Known) -> Diagnosis:
         does=does,
         lost=_lost(at),
         since=known.since,
-        seconds=known.last_call,
-        limit=f"more {_for_whom(ready, at.sizes)}{known.call_ends}",
+        seconds=known.call_left,
+        limit=f"more {_for_whom(ready, at.sizes)}{known.call_until}",
         needs=False,
     )
 
@@ -291,7 +291,7 @@ def _too_few(at: Situation, known: _Known, needs: int, here: str) -> Diagnosis:
         ended = (it.label for it in gone if it.has_ended)
         unfit = [it.label for it in gone if it.is_unfit]
         left = at.document.cause.left.plus(ended).without(unfit)
-        silent = _NOBODY if known.leads else _NOBODY.plus(labels(records, at.overdue))
+        silent = _NOBODY if known.leads else _NOBODY.plus(labels(records, at.doubted))
     more = needed(at.ready, records, sizes)
     demands = f", as {sizes.policy} demands" if more > max(0, sizes.min_nodes - ready) else ""
     limits = [(known.join, _TO_JOIN)]
@@ -359,7 +359,7 @@ def _running(at: Situation, known: _Known) -> Diagnosis:
     if word == "waiting" and not at.growth and at.sizes.policy:
         word = f"waiting for {at.sizes.policy}"
     why = f" ({held.why})" if held is not None and held.why else ""
-    does += f", {len(document.lost)} of them lost" if document.lost else ""
+    does += f", {len(document.absent)} of them lost" if document.absent else ""
     does += f", {len(at.done)} of them done" if at.done else ""
     does += f", {spares} {word}{plural}{why}" if spares else ""
     if held is None or held.seconds is None:
@@ -371,7 +371,7 @@ def _waiting_for_the_next(at: Situation, known: _Known) -> Diagnosis:
     """The diagnosis by a node that waits while a round runs without it."""
     document, sizes = at.document, at.sizes
     runs = f"runs with {_size(document)}"
-    if document.has_lost_all:
+    if document.all_absent:
         runs = "has lost all its nodes"
     does = f"waiting for the next round: round {document.round} {runs}{_led(document, known)}"
     if sizes.policy and document.size < sizes.most:

@@ -150,7 +150,7 @@ class Writer:
         """Whether this node's round goes on in a run that was closed by request."""
         document, status = self._seen.document, self._heartbeat.record.status
         by_hand = document is not None and document.outcome is Outcome.CLOSED
-        return by_hand and status in (Status.RUN, Status.DONE) and not self._join.waits
+        return by_hand and status in (Status.RUN, Status.DONE) and not self._join.joining
 
     def keep_id(self) -> Effects[None]:
         """Keep the closed run's keys, so that no other job has its id while workers train."""

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
 from rdzv_plugins.kv import MemoryClient, MemoryServer, RendezvousConnectionError
 from rdzv_plugins.observe.history import Archive
-from rdzv_plugins.process.factory import _answer_within, rules_of
+from rdzv_plugins.process.factory import _answer_timeout, rules_of
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import STATE_KEY, RoundDocument
 from rdzv_plugins.settings.options import Settings
@@ -102,7 +102,7 @@ class Site:
             client,
             self.archive(),
             self.run_id,
-            rules_of(settings, low, high, _answer_within(client, settings)),
+            rules_of(settings, low, high, _answer_timeout(client, settings)),
             settings,
             address,
         )

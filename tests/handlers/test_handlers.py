@@ -245,7 +245,7 @@ class TestClosing:
         expire.expire = hold  # type: ignore[method-assign]
         leader = site.handler(1, 1, expire)
         site.join(leader)
-        leader._node.orders.report_done()
+        leader._node.inbox.report_done()
         site.await_that(lambda: site.document is None or site.document.closed)
         ends = Background(leader.shutdown)
         assert not ends.done(0.2)

@@ -18,7 +18,7 @@ def test_a_round_runs_and_its_threads_end(site: Site) -> None:
     handlers = [site.handler(3, 3, network_check=True) for _ in range(3)]
     assert [info.world_size for info in site.join(*handlers)] == [3, 3, 3]
     for handler in handlers:
-        found = handler._node.record.found
+        found = handler._node.record.dials
         assert found is not None
         assert (found.why, found.unreached, bool(found.partner)) == ("", "", True)
         assert found.seconds < 3.0
@@ -59,7 +59,7 @@ def test_one_that_is_cut_off_waits_and_says_why(site: Site) -> None:
     (a, b, out), node = cut_off(site)
     a.result(20)
     b.result(20)
-    site.await_that(lambda: node.record.suspect)
+    site.await_that(lambda: node.record.was_at_fault)
     assert not out.done()
 
 

@@ -99,7 +99,8 @@ def test_leader_dies_while_a_round_runs(
     assert watch.asked > 100
     assert watch.seen == []
     assert [len(agent.rounds) for agent in agents] == [1, 1]
-    assert all(it is not None and not it.lost for it in (a.handler._node.document for a in agents))
+    documents = [agent.handler._node.document for agent in agents]
+    assert all(it is not None and not it.absent for it in documents)
     late = time.monotonic()
     agents.append(run.start((2, 3)))
     until(one_world(agents), 30)

@@ -43,7 +43,7 @@ def test_the_usual_start_goes_on(
 ) -> None:
     run = begin(network_check="true")
     run.begin("ab")
-    found = [record.found for record in run.records()]
+    found = [record.dials for record in run.records()]
     took = [it.seconds for it in found if it is not None]
     assert len(took) == 2
     assert [it.why + it.unreached for it in found if it is not None] == ["", ""]

@@ -257,7 +257,7 @@ def test_who_alone_is_refused_stops_after_its_lease(door: Door, run_id: str) -> 
         stopped = len(one.rounds)
         heard = time.monotonic()
         door.shut(alone=True)
-        until(lambda: one.handler._node._join.waits, 60)
+        until(lambda: one.handler._node._join.joining, 60)
         assert time.monotonic() - heard > LEASE - 1.1 * INTERVAL
         assert unheard(one) < LEASE + SOON
         until(one_world(others), 60)

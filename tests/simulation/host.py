@@ -139,7 +139,7 @@ class Host:
             hint=chance.choice((None, chance.randrange(8))),
             domain=world.domain(address),
             port=1 if rules.network_check else 0,
-            link=1 if rules.answer is not None else 0,
+            link=1 if rules.answer_timeout is not None else 0,
         )
         self.domain = record.domain
         self.track = world.checker.host(
@@ -357,7 +357,7 @@ class Host:
         self.succeeded = True
         self._set(Agent.BARRIER)
         self.world.checker.stopped(self.id, self.node.record.beat)
-        self.node.orders.report_done()
+        self.node.inbox.report_done()
         self._nudge()
         self._meet("barrier")
 
@@ -366,7 +366,7 @@ class Host:
         self.world.note(f"{self.id}: newcomers may come now")
         self.world.inject("checkpoint")
         self.track.named_moment = self.world.kernel.now
-        self.node.orders.note_saved()
+        self.node.inbox.note_saved()
         self._nudge()
 
     def give_notice(self) -> None:
@@ -375,7 +375,7 @@ class Host:
             return
         self.world.note(f"{self.id} is to leave")
         self.world.inject("notice")
-        self.node.orders.leave()
+        self.node.inbox.leave()
         self._nudge()
         self._leave_at = self.world.kernel.now + self.world.plan.rules.save_timeout
 
@@ -384,7 +384,7 @@ class Host:
         if shift != self._shift or self._is_late(self._look_at_steps, shift):
             return
         if self.training.has_saved():
-            self.node.orders.note_saved()
+            self.node.inbox.note_saved()
             self._nudge()
         latest = self.node.latest
         saved = latest is not None and latest.saving is not None and latest.saving.saved
@@ -401,7 +401,7 @@ class Host:
         self.world.note(f"{self.id} abandons its join")
         self._set(Agent.IDLE)
         self.world.checker.stopped(self.id, self.node.record.beat)
-        self.node.orders.withdraw()
+        self.node.inbox.withdraw()
         self._nudge()
         chance, shift = self.world.chance, self._shift
         self.world.kernel.after(chance.uniform(1.0, 3.0), self._after_join, shift, chance.random())
@@ -602,7 +602,7 @@ class Host:
 
     def _watch(self) -> None:
         """torch polls ``num_nodes_waiting()``; here only once it is above 0."""
-        if self.agent is Agent.RUNNING and self.node.waiting > 0 and not self._polling:
+        if self.agent is Agent.RUNNING and self.node.num_nodes_waiting > 0 and not self._polling:
             self._polling = True
             pause = self.clock.real(self.world.chance.uniform(0, _POLL))
             self.world.kernel.after(pause, self._poll)
@@ -611,7 +611,7 @@ class Host:
         if self._is_late(self._poll):
             return
         self._polling = False
-        if self.agent is Agent.RUNNING and self.node.waiting > 0:
+        if self.agent is Agent.RUNNING and self.node.num_nodes_waiting > 0:
             if self.node.is_cut_off and self._knows_that_it_is_closed:
                 self.world.violated("two worlds", f"the workers of {self.id} stop in a closed run")
             if self.node.is_cut_off and self.clock() < self._lost_at - _EXACT:
@@ -704,7 +704,7 @@ class Host:
     def _order_join(self, failed: bool = False, waited: float = 0.0) -> None:
         self._set(Agent.JOINING)
         self.world.checker.fit(self.id, self.node.record.beat)
-        self.node.orders.join(failed, waited)
+        self.node.inbox.join(failed, waited)
         self._nudge()
 
     def _stay_out(self, failed: bool, pause: float, waited: float) -> None:
@@ -712,7 +712,7 @@ class Host:
         world.note(f"{self.id} is unfit")
         self._set(Agent.UNFIT)
         world.checker.unfit(self.id, self.node.record.beat)
-        self.node.orders.report_unfit(f"check {world.injected['check failed']} failed")
+        self.node.inbox.report_unfit(f"check {world.injected['check failed']} failed")
         self._nudge()
         if world.plan.exits_unfit:
             self.shut_down(error=True)
@@ -726,7 +726,7 @@ class Host:
         if shift != self._shift or self._is_late(self._stay_cut_off, shift):
             return
         world = self.world
-        self.node.orders.report_unfit(self.node.record.unfit)
+        self.node.inbox.report_unfit(self.node.record.unfit)
         self._nudge()
         if world.plan.exits_unfit:
             self.shut_down(error=True)
@@ -842,7 +842,7 @@ class Host:
     def _others_go_on(self) -> bool:
         """Whether it must know by now that the store accepts others, if they have links."""
         rules, now = self.rules, self.world.kernel.now
-        if rules.answer is None or self.clock() >= self._accepted + rules.outage_limit:
+        if rules.answer_timeout is None or self.clock() >= self._accepted + rules.outage_limit:
             return True
         waits = (self, *self._mates) if len(self._mates) >= rules.inline else (self,)
         # The leader alone links shards, and says that it is lost only after its own lease.
@@ -858,7 +858,7 @@ class Host:
     def _nobody_is_accepted(self) -> bool:
         """Whether it must know by now that nobody is, by links that nothing has befallen."""
         rules, plan, now = self.rules, self.world.plan, self.world.kernel.now
-        if rules.answer is None or self.clock() >= self._accepted + rules.outage_limit:
+        if rules.answer_timeout is None or self.clock() >= self._accepted + rules.outage_limit:
             return False
         if plan.breaks or plan.without_links or self._round is None:
             return False
@@ -1063,7 +1063,7 @@ class Host:
             world.checker.closing_failed(self.node.latest, world.store.tombstones)
             self._end_life()
         elif isinstance(request, effects.Rest):
-            seconds = 0.001 if self.node.ordered else self.clock.real(request.seconds)
+            seconds = 0.001 if self.node.has_messages else self.clock.real(request.seconds)
             world.kernel.after(seconds, self.receive, turn, None)
         elif isinstance(request, effects.OpenMaster):
             self._open_master(turn, request)
@@ -1072,7 +1072,7 @@ class Host:
         elif isinstance(request, effects.DialPeer):
             self._dial(turn, request)
         elif isinstance(request, effects.Park):
-            if self.node.ordered:
+            if self.node.has_messages:
                 world.kernel.after(0.001, self.receive, turn, None)
                 return
             # Time always moves between two looks at a real clock.

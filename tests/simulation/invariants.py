@@ -49,9 +49,9 @@ from typing import TypeAlias
 
 from rdzv_plugins.protocol.documents import (
     Cause,
+    Dials,
     Exclusion,
     Faults,
-    Found,
     NodeRecord,
     Outcome,
     Phase,
@@ -421,7 +421,7 @@ class Checker:
         self._partners: dict[str, tuple[World, str]] = {}
         # What nodes found in a round of a world_id; since a round last ran, who could not exchange
         # data with whom it dialled, and in which epoch that is known.
-        self._found: dict[str, dict[str, Found]] = {}
+        self._dials_by_round: dict[str, dict[str, Dials]] = {}
         self._vain: dict[str, tuple[int, set[tuple[str, str]]]] = {}
         self._failing: set[tuple[str, str]] = set()
         self._unreached: dict[tuple[str, int], tuple[str, int]] = {}
@@ -505,7 +505,7 @@ class Checker:
         if after.phase is not Phase.CONFIRMING or not before.faults.rounds:
             return
         people = after.participants
-        well = [it for it in people if (of := evidence.seen.get(it)) is None or not of.suspect]
+        well = [it for it in people if (of := evidence.seen.get(it)) is None or not of.was_at_fault]
         enough = largest([self._tracks[it].domain for it in well], self._rules)
         if len(well) < len(people) and enough and before.phase is Phase.FORMING:
             raise InvariantError("network", f"{_names({*people} - {*well})} is in {show(after)}")
@@ -515,7 +515,7 @@ class Checker:
     ) -> None:
         """Who fails with one after the other does not stay, though its own dials may pass."""
         known, vain = self._vain.get(after.incarnation, (epoch, set()))
-        found = self._found.get(before.world_id, {})
+        found = self._dials_by_round.get(before.world_id, {})
         tried = {(it, of.partner): bool(of.why) for it, of in found.items() if of.partner}
         here = {*before.participants}
         vain = {pair for pair in vain if here.issuperset(pair) and known == epoch}
@@ -568,8 +568,8 @@ class Checker:
             # Its node has heard so before its agent does, and may have said so twice.
             self.unfit(node, record.beat - 1)
             track.unfit_after[-1] = min(track.unfit_after[-1], record.beat - 1)
-        if (found := record.found) is not None:
-            self._found.setdefault(record.world_id or "", {})[node] = found
+        if (found := record.dials) is not None:
+            self._dials_by_round.setdefault(record.world_id or "", {})[node] = found
             named = (found.partner if found.why else "", found.first if found.unreached else "")
             self._failing |= {pair for it in named if it for pair in ((node, it), (it, node))}
         said = track.was_unfit(record.beat)
@@ -877,18 +877,18 @@ class Checker:
             self._uptimes.setdefault(after.incarnation, []).append((ran, epoch))
         if before.resize:
             return  # A person said so.
-        if before.has_lost_all:
+        if before.all_absent:
             return  # Nobody is there whom newcomers would disturb.
-        suspects = {it.label for it in evidence.seen.values() if it.suspect}
+        suspects = {it.label for it in evidence.seen.values() if it.was_at_fault}
         alone = not joined.more and suspects.issuperset(joined.first)
-        if alone and {*before.participants} - {*before.lost}:
+        if alone and {*before.participants} - {*before.absent}:
             raise InvariantError("network", f"{node} wrote {show(after)} for {joined} alone")
         self.checks += 1
         named = track.named_moment > began or any(
             (record := evidence.seen.get(person)) is not None and record.may_grow
             for person in before.participants
         )
-        fills = after.waiting >= most(rules) - len(before.participants)
+        fills = after.waiters >= most(rules) - len(before.participants)
         grew = now - self._grew.get((before.incarnation, before.grew), 0.0)
         for least, passed, option in (
             (rules.min_uptime, ran, "min_uptime"),
@@ -939,7 +939,7 @@ class Checker:
 
         One that is lost has left the round.
         """
-        stay = {*document.participants} - {*document.lost}
+        stay = {*document.participants} - {*document.absent}
         out = stay & self._ordered_out(document)
         return sorted(it for it in out if document.world_id not in self._tracks[it].done)
 
@@ -1042,7 +1042,7 @@ class Checker:
         hosts = {it.host for it in (*known.excluded, *known.quarantined)}
         for other, theirs in self._tracks.items():
             record = listing.get(other) if listing is not None else None
-            if other == node or other in {*known.lost, *known.drained} or theirs.address in hosts:
+            if other == node or other in {*known.absent, *known.drained} or theirs.address in hosts:
                 continue
             if theirs.nodes != track.nodes or theirs.label in known.cause.lost:
                 continue
@@ -1168,7 +1168,7 @@ class Checker:
     ) -> None:
         counted = {*after.previous, *after.participants} - {*before.previous, *before.participants}
         if after.round == before.round:
-            counted |= {*before.lost} - {*after.lost}
+            counted |= {*before.absent} - {*after.absent}
         for person in counted - {node}:
             record = _listed(evidence, person)
             if record is not None and record.status in (Status.LEFT, Status.DONE):
@@ -1194,7 +1194,7 @@ class Checker:
         if not done:
             return
         cause = after.cause
-        if fresh := {*after.lost} - {*before.lost}:
+        if fresh := {*after.absent} - {*before.absent}:
             named = fresh & done
         else:
             # Who was lost before a round stays in its cause, also when he is done in that round.
@@ -1334,7 +1334,7 @@ class Checker:
             if track.label in cut_off or cause.apart.more:
                 continue  # No data passed: it waits until another round forms.
             by_people = cause.drained, cause.excluded
-            named = (cause.lost, cause.left, cause.evicted, cause.held, *by_people)
+            named = (cause.lost, cause.left, cause.evicted, cause.surplus, *by_people)
             # One whose record was forgotten has no other name.
             if not any(track.label in it or person in it or it.more for it in named):
                 raise InvariantError(
@@ -1436,7 +1436,7 @@ class Checker:
     ) -> None:
         if not declared or not self._steady:
             return
-        world = {*before.participants, *before.previous} - {*before.lost}
+        world = {*before.participants, *before.previous} - {*before.absent}
         if before.phase is Phase.FORMING:
             world |= {*evidence.listed}
         late = {node for node in world if node != decider and self._is_late(track, evidence, node)}
@@ -1491,7 +1491,7 @@ class Checker:
         if after is None or after.closed or not after.is_of(before):
             return
         self.checks += 1
-        counted = {*after.participants, *after.previous} - {*after.lost}
+        counted = {*after.participants, *after.previous} - {*after.absent}
         if left := counted & {*nodes}:
             raise InvariantError("two leases", f"{_names(left)} crashed, there is {show(after)}")
         if after.round > before.round + 1 and not again:
@@ -1524,7 +1524,7 @@ def _image(document: RoundDocument) -> RoundDocument:
     return replace(
         document,
         leader=None,
-        waiting=0,
+        waiters=0,
         cause=Cause(),
         finishing=False,
         drained=(),
@@ -1547,7 +1547,7 @@ def _declared_lost(
 ) -> list[str]:
     """Nodes that this write leaves out because they are silent; not those that left or rejoined."""
     if after.round > before.round:
-        out = {*before.participants, *before.previous} - {*after.previous, *before.lost}
+        out = {*before.participants, *before.previous} - {*after.previous, *before.absent}
     elif after.phase is Phase.CONFIRMING and before.phase is Phase.FORMING:
         out = {
             node
@@ -1558,7 +1558,7 @@ def _declared_lost(
         }
     else:
         out = {*before.previous} - {*after.previous, *after.participants}
-        out |= {*after.lost} - {*before.lost}
+        out |= {*after.absent} - {*before.absent}
     out -= {*after.evicted}
     return sorted(
         node
@@ -1590,7 +1590,7 @@ def world_of(document: RoundDocument) -> World:
 def show(document: RoundDocument) -> str:
     run = document.incarnation[:4]
     people = " ".join(document.participants) or "previous " + " ".join(document.previous)
-    lost = f" lost {' '.join(document.lost)}" if document.lost else ""
+    lost = f" lost {' '.join(document.absent)}" if document.absent else ""
     return (
         f"{run} round {document.round} {document.phase.value} of {document.leader} [{people}]{lost}"
     )

@@ -36,7 +36,6 @@ from rdzv_plugins.protocol import (
     sizes,
 )
 from rdzv_plugins.protocol import decide as decisions
-from rdzv_plugins.protocol.checkpoint import OwnCheckpoint
 from rdzv_plugins.protocol.contact import Contact, Standing
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -64,11 +63,12 @@ from rdzv_plugins.protocol.effects import (
     PutTombstone,
 )
 from rdzv_plugins.protocol.failure_detector import FailureDetector, Watched
-from rdzv_plugins.protocol.join import Orders
+from rdzv_plugins.protocol.join import Inbox
 from rdzv_plugins.protocol.master import Master
 from rdzv_plugins.protocol.neighbours import Neighbours
 from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.own_checkpoint import OwnCheckpoint
 from rdzv_plugins.protocol.parting import Service
 from rdzv_plugins.protocol.policies import growth, kept_out, network, quarantine, ranks, selection
 from rdzv_plugins.protocol.policies.kept_out import KeptOut
@@ -278,15 +278,15 @@ def broken(name: str) -> Iterator[Patch]:
 _DIES = Focus(
     kinds=("crash",),
     settings={
-        "answer": 0.7, "staleness": 0.0, "poll": 0.0, "nodes": 4, "min_nodes": 2, "max_nodes": 4,
-        "unfit": 0.0, "lost": 0.0, "unacknowledged": 0.0, "late": 0.0, "ambush": None,
-        "latency": 0.01,
+        "answer_timeout": 0.7, "staleness": 0.0, "poll": 0.0, "nodes": 4, "min_nodes": 2,
+        "max_nodes": 4, "unfit": 0.0, "lost": 0.0, "unacknowledged": 0.0, "late": 0.0,
+        "ambush": None, "latency": 0.01,
     },
 )  # fmt: skip
 _LINKED = Focus(
     kinds=("crash", "stall"),
     settings={
-        "answer": 0.7,
+        "answer_timeout": 0.7,
         "staleness": 0.0,
         "poll": 0.0,
         "breaks": tuple(Fault(2.0 * n, "refuse") for n in range(10)),
@@ -316,7 +316,7 @@ _REFUSED = Focus(
 _REFUSED_LINKED = Focus(
     kinds=("worker failure",),
     settings={
-        "answer": 0.7, "staleness": 0.0, "poll": 0.0, "breaks": (), "without_links": 0.0,
+        "answer_timeout": 0.7, "staleness": 0.0, "poll": 0.0, "breaks": (), "without_links": 0.0,
         "outage_limit": math.inf,
         "refusals": tuple(
             Fault(4.0 * n, kind) for n, kind in enumerate(("all", "some", "mute", "some"))
@@ -1268,26 +1268,26 @@ def spare_for_ever(patch: Patch) -> None:
 
 @_mutant("a round: the withdrawal of an abandoned join also cancels the next join", seed=6239)
 def withdrawal_after_join(patch: Patch) -> None:
-    withdrawn: set[Orders] = set()
+    withdrawn: set[Inbox] = set()
 
-    def withdraw(original: Any, orders: Orders) -> None:
-        original(orders)
-        withdrawn.add(orders)
+    def withdraw(original: Any, inbox: Inbox) -> None:
+        original(inbox)
+        withdrawn.add(inbox)
 
-    def join(original: Any, orders: Orders, *how: Any) -> None:
-        pending = orders in withdrawn and orders.any
-        withdrawn.discard(orders)
-        original(orders, *how)
+    def join(original: Any, inbox: Inbox, *how: Any) -> None:
+        pending = inbox in withdrawn and inbox.any
+        withdrawn.discard(inbox)
+        original(inbox, *how)
         if pending:
-            orders.withdraw()
+            inbox.withdraw()
 
-    patch(Orders, "withdraw", withdraw)
-    patch(Orders, "join", join)
+    patch(Inbox, "withdraw", withdraw)
+    patch(Inbox, "join", join)
 
 
 @_mutant("a round: an abandoned join still takes a rank", seed=197)
 def join_goes_on(patch: Patch) -> None:
-    patch(Orders, "withdraw", lambda *_: None)
+    patch(Inbox, "withdraw", lambda *_: None)
 
 
 # What a run leaves in the store.
@@ -1412,7 +1412,7 @@ def spares_of_the_dead(patch: Patch) -> None:
         situation,
         "waits_for_a_living_round",
         lambda waits, view: waits(
-            _with_document(view, lost=()) if view.document is not None else view
+            _with_document(view, absent=()) if view.document is not None else view
         ),
     )
 
@@ -1705,9 +1705,9 @@ def scattered_domains(patch: Patch) -> None:
 )
 def rank_0_leaves_its_domain(patch: Patch) -> None:
     def order(original: Any, chosen: Any, records: Any, *how: Any) -> tuple[str, ...]:
-        able = {node: replace(it, hosts=True) for node, it in records.items()}
+        able = {node: replace(it, can_host=True) for node, it in records.items()}
         nodes = original(chosen, able, *how)
-        first = next((node for node in nodes if records[node].hosts), None)
+        first = next((node for node in nodes if records[node].can_host), None)
         return tuple(sorted(nodes, key=lambda node: node != first))
 
     patch(ranks, "order_ranks", order)
@@ -1845,12 +1845,12 @@ def always_the_same_partner(patch: Patch) -> None:
     focus=_parted("unreachable", nodes=3, min_nodes=3, max_nodes=3),
 )
 def one_way_speaks_for_both(patch: Patch) -> None:
-    def verdict_on(original: Any, document: RoundDocument, records: Any, rules: Rules) -> Any:
-        found = {node: records[node].found for node in document.participants}
+    def verdict_on(original: Any, document: RoundDocument, records: Any) -> Any:
+        found = {node: records[node].dials for node in document.participants}
         passed = {(it.partner, node) for node, it in found.items() if it and not it.why}
         kept = tuple(link for link in document.faults.links if link not in passed)
         faults = replace(document.faults, links=kept)
-        return original(replace(document, faults=faults), records, rules)
+        return original(replace(document, faults=faults), records)
 
     patch(network, "verdict_on", verdict_on)
 
@@ -1879,7 +1879,7 @@ def unheard_verdict(patch: Patch) -> None:
 def ends_rounds_for_the_cut_off(patch: Patch) -> None:
     patch.leaders_view(
         lambda view, document: (
-            _with_records(view, lambda _, it: it.suspect, suspect=False)
+            _with_records(view, lambda _, it: it.was_at_fault, was_at_fault=False)
             if document.phase is Phase.RUNNING
             else view
         )
@@ -1894,7 +1894,7 @@ def ends_rounds_for_the_cut_off(patch: Patch) -> None:
 def tries_the_cut_off_at_once(patch: Patch) -> None:
     patch.leaders_view(
         lambda view, document: (
-            _with_records(view, lambda _, it: it.suspect, suspect=False)
+            _with_records(view, lambda _, it: it.was_at_fault, was_at_fault=False)
             if document.phase is Phase.FORMING
             else view
         )
@@ -2339,21 +2339,21 @@ def agrees_before_all_have_answered(patch: Patch) -> None:
 
 @_mutant("checkpoint: a node refuses a step that one of its workers has passed", focus=_SAVES)
 def accepts_a_step_that_was_passed(patch: Patch) -> None:
-    def answer(original: Any, mine: OwnCheckpoint, step: int) -> None:
+    def vote(original: Any, mine: OwnCheckpoint, step: int) -> None:
         mine._workers.propose(step)
         mine._open = step
-        mine._heartbeat.change(rings=True, answer=(step, step - 1))
+        mine._heartbeat.change(rings=True, vote=(step, step - 1))
 
-    patch(OwnCheckpoint, "_answer", answer)
+    patch(OwnCheckpoint, "_vote", vote)
 
 
 @_mutant("checkpoint: a node that has accepted a step waits for the verdict", focus=_SAVES)
 def saves_before_the_run_has_agreed(patch: Patch) -> None:
-    def answer(original: Any, mine: OwnCheckpoint, step: int) -> None:
+    def vote(original: Any, mine: OwnCheckpoint, step: int) -> None:
         original(mine, step)
         mine._workers.settle(step, True)
 
-    patch(OwnCheckpoint, "_answer", answer)
+    patch(OwnCheckpoint, "_vote", vote)
 
 
 _HANGS = Focus(

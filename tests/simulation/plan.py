@@ -175,7 +175,7 @@ UNSTEERED: Mapping[str, Any] = {
     "orders": (),
     "quarantine_after": 0,
     "network_check": False,
-    "answer": None,
+    "answer_timeout": None,
     "links": (),
     "breaks": (),
     "refusals": (),
@@ -385,7 +385,7 @@ def _with_accusations(plan: Plan) -> Plan:
     answer = _ANSWER + plan.poll + 4 * plan.latency
     return replace(
         plan,
-        rules=replace(plan.rules, answer=answer),
+        rules=replace(plan.rules, answer_timeout=answer),
         breaks=breaks,
         without_links=chance.choice((0.0, 0.0, 0.2)),
     )

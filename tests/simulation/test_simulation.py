@@ -40,7 +40,7 @@ _AT_ONCE = Focus(settings={"retries": 0.0, **_WHOLE.settings})
 _SEALED = Focus(settings={"sealed": True})
 
 # Nor are there links.
-_UNLINKED = Focus(settings={"answer": None, "breaks": ()})
+_UNLINKED = Focus(settings={"answer_timeout": None, "breaks": ()})
 
 # What seeds found in the protocol or its checks, each mended. A seed always draws the same faults,
 # but after a change of the protocol's requests it is another run: unit tests keep the rules.

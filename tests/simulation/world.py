@@ -251,7 +251,7 @@ class World:
             checks = self.links.random() >= plan_without
             own = replace(own, network_check=own.network_check and checks)
         if self.plan.without_links > self.connections.draw():
-            own = replace(own, answer=None)
+            own = replace(own, answer_timeout=None)
         foreign = " with other --nnodes" if rules else ""
         self.note(f"{name} starts{foreign}, a beat every {own.interval} s")
         self.hosts.append(Host(self, name, address or f"host{self.started}", own))
@@ -322,7 +322,7 @@ class World:
         calm = not (plan.lost or plan.unacknowledged or plan.late or plan.ambush or plan.unfit)
         if not calm or {fault.kind for fault in plan.faults} != {"many crash at once"}:
             return
-        if document is None or document.phase is not Phase.RUNNING or document.lost:
+        if document is None or document.phase is not Phase.RUNNING or document.absent:
             return
         if not {host.id for host in hosts} <= {*document.participants}:
             return
@@ -391,14 +391,14 @@ class World:
     def process_died(self, host: Host) -> None:
         """Have it checked that the others are soon done with it, unless more goes wrong."""
         plan, document = self.plan, self.document
-        answer = plan.rules.answer
+        answer = plan.rules.answer_timeout
         calm = not (plan.lost or plan.unacknowledged or plan.late or plan.ambush or plan.unfit)
         calm = calm and not (plan.breaks or plan.links or plan.refusals or plan.without_links)
         if self.network.quiet or not calm or answer is None:
             return
         if {fault.kind for fault in plan.faults} != {"crash"}:
             return
-        if document is None or document.lost:
+        if document is None or document.absent:
             return
         confirms = document.phase is Phase.CONFIRMING
         if not confirms and document.phase is not Phase.RUNNING:
@@ -420,7 +420,7 @@ class World:
             after = self.document
             if after is None or not after.is_of(document) or after.closed:
                 return
-            if host.id in {*after.participants, *after.previous} - {*after.lost}:
+            if host.id in {*after.participants, *after.previous} - {*after.absent}:
                 self.violated("at once", f"{host.id} died {within:.1f} s ago, {show(after)}")
 
         self.inject("died in a calm world")
@@ -745,14 +745,14 @@ class World:
             return f"nobody restarts {show(document)}"
         if kept := self.checker.kept_out(document):
             return f"{' '.join(kept)} is kept out of {show(document)}, and in it"
-        if document.lost and self.plan.rules.restart_on_loss:
+        if document.absent and self.plan.rules.restart_on_loss:
             return f"{show(document)} goes on"
-        if document.has_lost_all and waits:
+        if document.all_absent and waits:
             return f"{waits[0].id} waits for {show(document)}"
         out = self.checker.excluded_before(document, self.exclusions.values())
         if out and not self.injected["told: exclusions"] and not self.store.epoch:
             return f"{' '.join(out)} was excluded before {show(document)}"
-        present = {node for node in document.participants if node not in document.lost}
+        present = {node for node in document.participants if node not in document.absent}
         by_id = {host.id: host for host in self.hosts}
         for host in alive:
             if host.id in present:
@@ -770,7 +770,7 @@ class World:
         done = [node for node in present if by_id[node].succeeded]
         alive = [host for host in alive if not self._is_excluded(host, document.quarantined)]
         # No round is ended for who was cut off; it comes in with the next one.
-        alive = [host for host in alive if host.id in present or not host.node.record.suspect]
+        alive = [host for host in alive if host.id in present or not host.node.record.was_at_fault]
         could = largest([host.domain for host in alive], self.plan.rules)
         if could > len(present) and self.plan.rules.grow == "now" and not done:
             return f"there is room for spares in {show(document)}"

@@ -66,7 +66,7 @@ class Member(Life):
     def ask(self) -> None:
         """Its agent asks for a round: its workers failed, or it was told to."""
         self.joining, self._asks_at = True, None
-        self.node.orders.join()
+        self.node.inbox.join()
 
     @property
     def due(self) -> float:
@@ -78,7 +78,7 @@ class Member(Life):
             return self.since
         if not isinstance(request, effects.Park | effects.Rest):
             return self.since + self.slow(request)
-        if self.node.ordered:
+        if self.node.has_messages:
             return now
         if not self.waits():
             return self.since + _REQUEST
@@ -90,7 +90,7 @@ class Member(Life):
             self.ask()
             return
         if isinstance(self.request, effects.Park | effects.Rest) and (
-            self.node.ordered or self.waits()
+            self.node.has_messages or self.waits()
         ):
             self.send(None)
         else:
@@ -104,7 +104,7 @@ class Member(Life):
             else:
                 self.given.append(outcome.document)
         self.outcomes.clear()
-        told = not self.joining and self.node.waiting > 0
+        told = not self.joining and self.node.num_nodes_waiting > 0
         if told and self._asks_at is None and self.stops is not None:
             self._asks_at = self.time.now + self.stops
 

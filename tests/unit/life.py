@@ -84,19 +84,19 @@ class Life:
             min_nodes=rules.min_nodes, max_nodes=rules.max_nodes,
             interval=rules.interval, lease=rules.lease, domain=domain,
             port=4711 if rules.network_check else 0,
-            link=4711 if rules.answer is not None else 0,
+            link=4711 if rules.answer_timeout is not None else 0,
         )  # fmt: skip
         self.workers = Reports()
         chance = random.Random(seed)
         self.node = Node(name, record, rules, 60.0, time, chance, time, self.workers)
-        self.node.orders.join()
+        self.node.inbox.join()
         self.life = self.node.run()
         self.request: effects.Effect[Any] = next(self.life)
 
     def join_again(self) -> None:
         """What the driver does; the workers of this node failed if nobody told it to."""
         self.outcomes.clear()
-        self.node.orders.join(failed=self.node.waiting == 0)
+        self.node.inbox.join(failed=self.node.num_nodes_waiting == 0)
         self.send(None)
 
     def go(self) -> list[str]:

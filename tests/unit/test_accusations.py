@@ -17,7 +17,7 @@ from .crowd import Crowd, Member
 
 pytestmark = pytest.mark.rule("accusations")
 
-RULES = Rules(min_nodes=2, max_nodes=4, lease=15.0, interval=5.0, last_call=0.2, answer=0.5)
+RULES = Rules(min_nodes=2, max_nodes=4, lease=15.0, interval=5.0, last_call=0.2, answer_timeout=0.5)
 NAMES = ("n1", "n2", "n3", "n4")
 
 
@@ -246,7 +246,7 @@ def test_an_answer_that_is_lost_is_repeated_in_time(crowd: Crowd) -> None:
     begin(crowd)
     before = record(crowd, "n3").beat
     crowd.members["n2"].node.neighbours.report_dead("n3")
-    crowd.play_until(lambda: record(crowd, "n3").beat >= before + 3, RULES.answer or 0.0)
+    crowd.play_until(lambda: record(crowd, "n3").beat >= before + 3, RULES.answer_timeout or 0.0)
 
 
 def test_who_is_accused_by_all_answers_all(crowd: Crowd) -> None:
@@ -306,7 +306,7 @@ def test_one_without_links_is_asked_nothing(crowd: Crowd) -> None:
     """A node of an earlier version answers no accusation."""
     crowd.join("n1", RULES)
     crowd.play(0.01)
-    old = crowd.join("n2", replace(RULES, answer=None))
+    old = crowd.join("n2", replace(RULES, answer_timeout=None))
     crowd.play(0.01)
     third = crowd.join("n3", RULES)
     crowd.play_until(lambda: bool(third.given), 30.0)

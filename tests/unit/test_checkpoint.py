@@ -9,7 +9,7 @@ import pytest
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import Phase, RoundDocument, Saving, Status
 from rdzv_plugins.protocol.failure_detector import Watched
-from rdzv_plugins.protocol.policies.checkpoint import MOST_REFUSALS
+from rdzv_plugins.protocol.policies.checkpoint import MOST_REJECTIONS
 from rdzv_plugins.protocol.rules import View, Wait
 from tests import replace
 
@@ -52,8 +52,8 @@ def test_a_step_ahead_of_the_fastest_rank_is_named() -> None:
 def test_the_step_is_near_if_the_time_of_a_step_is_unknown() -> None:
     now = {"step": (100, 0, 0)}
     assert written(leads(RESTART, now)) == saving(106)
-    refuses = {**now, "answer": (106, 160)}
-    assert written(leads(saving(106), refuses)) == saving(169, refused=(106,))
+    rejects = {**now, "vote": (106, 160)}
+    assert written(leads(saving(106), rejects)) == saving(169, rejected=(106,))
 
 
 def test_the_grace_after_an_outage_does_not_name_an_earlier_step() -> None:
@@ -103,29 +103,29 @@ def test_the_round_ends_at_once_if_no_checkpoint_is_possible(
 
 
 def test_the_run_agrees_once_every_node_has_accepted() -> None:
-    accepts = {"step": STEP, "answer": (152, 103)}
+    accepts = {"step": STEP, "vote": (152, 103)}
     assert isinstance(decide(leads(saving(), accepts, {"step": STEP})), Wait)
-    assert isinstance(decide(leads(saving(), accepts, {"step": STEP, "answer": (99, 1)})), Wait)
+    assert isinstance(decide(leads(saving(), accepts, {"step": STEP, "vote": (99, 1)})), Wait)
     assert written(leads(saving(), accepts)) == saving(agreed=True)
 
 
 def test_a_refused_step_is_followed_by_a_later_one() -> None:
-    refuses = {"step": STEP, "answer": (152, 160)}
-    after = written(leads(saving(), {"step": STEP, "answer": (152, 103)}, refuses))
+    rejects = {"step": STEP, "vote": (152, 160)}
+    after = written(leads(saving(), {"step": STEP, "vote": (152, 103)}, rejects))
     # One second ahead now, in steps of 10 ms.
-    assert after == saving(261, refused=(152,))
+    assert after == saving(261, rejected=(152,))
 
 
 def test_a_record_that_the_store_has_lost_refuses_nothing() -> None:
-    here = leads(saving(), {"step": STEP, "answer": (152, 100)})
+    here = leads(saving(), {"step": STEP, "vote": (152, 100)})
     assert written(replace(here, records={"n1": here.record})) is None
 
 
 def test_the_run_gives_up_after_many_refusals() -> None:
-    refused = tuple(range(MOST_REFUSALS))
-    answer = {"step": STEP, "answer": (152, 160)}
-    after = written(leads(saving(refused=refused), answer))
-    assert after == saving(refused=(*refused, 152))
+    rejected = tuple(range(MOST_REJECTIONS))
+    answer = {"step": STEP, "vote": (152, 160)}
+    after = written(leads(saving(rejected=rejected), answer))
+    assert after == saving(rejected=(*rejected, 152))
     assert after is not None
     after = written(leads(after, answer))
     assert after is not None

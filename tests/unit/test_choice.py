@@ -276,7 +276,7 @@ class TestRunning:
 
     def test_who_was_lost_without_a_restart_is_replaced_by_whole_units(self) -> None:
         rules = replace(self.RULES, restart_on_loss=False)
-        now = replace(self.NOW, lost=("n2",))
+        now = replace(self.NOW, absent=("n2",))
         records = self.records(n3=record("n3"))
         following = written(lead(now, records, rules, silent={"n2": 9.0}))
         assert following.reason == "lost n2[1]: lease ran out; n3[1] joined"
@@ -325,17 +325,17 @@ class TestForming:
         after_a_loss = replace(self.NOW, cause=Cause(lost=Names(("n9[1]",), more=3)))
         assert self.lead("n1 n2 n3 n4", now=after_a_loss) == Wait(5.0, True)
         named = written(self.lead("n1 n2 n3 n4", enough_for=5.0))
-        assert (named.participants, named.waiting) == (("n1", "n2", "n3"), 1)
+        assert (named.participants, named.waiters) == (("n1", "n2", "n3"), 1)
 
     def test_the_largest_multiple_completes_at_once(self) -> None:
         named = written(self.lead("n1 n2 n3 n4 n5 n6"))
-        assert (len(named.participants), named.waiting) == (6, 0)
+        assert (len(named.participants), named.waiters) == (6, 0)
 
     def test_survivors_that_are_left_over_are_named_in_the_cause(self) -> None:
         survivors = "n5 n4 n3 n2"
         named = written(self.lead("n1 n2 n3 n4 n5 n6", survivors, enough_for=9.0))
         assert {*named.participants} >= {"n2", "n3", "n4", "n5"}
-        assert not named.cause.held
+        assert not named.cause.surplus
         named = written(self.lead("n1 n2 n3 n4 n5", survivors, enough_for=9.0))
         assert {*named.participants} == {"n3", "n4", "n5"}
         assert named.reason == "n2[1] left over from whole units or segments"

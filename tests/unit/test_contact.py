@@ -37,7 +37,7 @@ class TestANodeThatTheStoreRefuses:
         sent = other.time.now
         refuse(other)
         other.send(None)
-        while other.node.waiting == 0:
+        while other.node.num_nodes_waiting == 0:
             other.go()
             other.wake()
             assert other.time.now < sent + RULES.lease + 1.0
@@ -53,12 +53,12 @@ class TestANodeThatTheStoreRefuses:
         refuse(other)
         other.send(None)
         bear(other, RULES.lease + 1.0)
-        other.node.orders.join()
+        other.node.inbox.join()
         bear(other, 5.0)
         assert len(other.outcomes) == 1
-        assert other.node.waiting == 0
+        assert other.node.num_nodes_waiting == 0
         other.down = False
-        leader.node.orders.join()
+        leader.node.inbox.join()
         finish(leader, other)
         assert other.outcomes[-1].document is not None
 
@@ -72,7 +72,7 @@ class TestANodeThatTheStoreRefuses:
         bear(other, 1.0)
         other.down, other.error = True, None  # Now it is silent.
         bear(other, 3 * RULES.lease)
-        assert other.node.waiting == 0
+        assert other.node.num_nodes_waiting == 0
 
     def test_a_store_that_comes_back_may_refuse_for_a_moment(self, pair: tuple[Life, Life]) -> None:
         """One whose users come after its restart stops no workers."""
@@ -83,9 +83,9 @@ class TestANodeThatTheStoreRefuses:
         bear(other, 3 * RULES.lease)
         refuse(other)
         bear(other, RULES.interval / 2)
-        assert other.node.waiting == 0
+        assert other.node.num_nodes_waiting == 0
         bear(other, RULES.interval)
-        assert other.node.waiting == 1
+        assert other.node.num_nodes_waiting == 1
 
 
 class TestANodeThatMayWriteAndNotRead:
@@ -109,7 +109,7 @@ class TestANodeThatMayWriteAndNotRead:
         bear(other, RULES.lease + 2 * RULES.interval)
         # The one of the turn in which it is refused for the first time.
         assert len(self.beats(other)) <= 1
-        assert other.node.waiting == 1
+        assert other.node.num_nodes_waiting == 1
 
     def test_it_asks_for_no_round_until_it_may_read(self, pair: tuple[Life, Life]) -> None:
         leader, other = pair
@@ -136,7 +136,7 @@ class TestANodeThatMayWriteAndNotRead:
         other.send(None)
         bear(other, RULES.lease + RULES.interval)
         assert len(self.beats(other)) >= 3
-        assert other.node.waiting == 0
+        assert other.node.num_nodes_waiting == 0
 
 
 class TestAStoreThatIsSilent:
@@ -150,7 +150,7 @@ class TestAStoreThatIsSilent:
         sent = time.now
         node.down = True
         node.send(None)
-        while node.node.waiting == 0:
+        while node.node.num_nodes_waiting == 0:
             node.go()
             node.wake()
             assert time.now < sent + limit + 1.0
@@ -165,7 +165,7 @@ class TestAStoreThatIsSilent:
         node = Life("n1", server, time, replace(RULES, min_nodes=1, max_nodes=1, outage_limit=4.0))
         finish(node, node)
         time.now += 6.0
-        assert node.node.waiting == 1
+        assert node.node.num_nodes_waiting == 1
         node.join_again()
         finish(node, node)
         assert any("it was cut off: the store has accepted no" in line for line in node.said)
@@ -182,7 +182,7 @@ class TestAStoreThatIsSilent:
 
         node.fails = writes
         bear(node, 6.0)
-        assert node.node.waiting == 1
+        assert node.node.num_nodes_waiting == 1
 
 
 @pytest.mark.parametrize("limit", [4.0, math.inf])
@@ -194,11 +194,11 @@ def test_in_a_closed_run_nobody_is_cut_off(server: MemoryServer, time: Time, lim
     closing = close_run("rdzv", None, Outcome.CLOSED, "by request", 600.0, lambda _: True)
     node.carry_out(closing)
     bear(node, 3 * RULES.lease)
-    assert node.node.waiting == 0
+    assert node.node.num_nodes_waiting == 0
     refuse(node)
     node.send(None)
     bear(node, 3 * RULES.lease)
-    assert node.node.waiting == 0
+    assert node.node.num_nodes_waiting == 0
 
 
 def test_who_comes_back_tells_for_how_long_two_worlds_may_have_trained(
@@ -214,22 +214,22 @@ def test_who_comes_back_tells_for_how_long_two_worlds_may_have_trained(
     other.send(None)
     while len(leader.outcomes) == 1:
         bear(other, 0.1)
-        if leader.node.waiting:
-            leader.node.orders.join()
+        if leader.node.num_nodes_waiting:
+            leader.node.inbox.join()
             leader.send(None)
         elif not leader.go():
             leader.wake()
         assert time.now < heard + 30.0
-    assert other.node.waiting == 0
+    assert other.node.num_nodes_waiting == 0
     other.down = False
     other.wake()
     other.go()
-    assert other.node.waiting == 1
+    assert other.node.num_nodes_waiting == 1
     (told,) = [line for line in other.told if "two worlds" in line]
     assert "came without this node, whose workers ran on in round 0" in told
 
 
-LINKED = replace(RULES, min_nodes=1, max_nodes=8, answer=0.5)
+LINKED = replace(RULES, min_nodes=1, max_nodes=8, answer_timeout=0.5)
 REFUSED = AccessDeniedError("the store refused the credentials")
 
 
@@ -280,7 +280,7 @@ class TestOfNodesWithLinks:
         some = [members[int(number)] for number in refused]
         self.refuse(*some)
         crowd.play(RULES.lease - RULES.interval - 0.2)
-        assert [member.node.waiting for member in some] == [0] * len(some)
+        assert [member.node.num_nodes_waiting for member in some] == [0] * len(some)
         crowd.play(2 * RULES.interval)
         assert all(member.joining for member in some)
         rest = {member.node.id for member in members if member not in some}
@@ -307,7 +307,7 @@ class TestOfNodesWithLinks:
 
     def test_who_may_read_stops_once_others_have_gone_on_and_not_before(self) -> None:
         """Its rights were reduced, or a policy refuses what it writes."""
-        crowd, members = self.begin(3, answer=None)
+        crowd, members = self.begin(3, answer_timeout=None)
         for member in members:
             member.error = REFUSED
             member.fails = lambda request: isinstance(request, PutRecord)

@@ -52,7 +52,7 @@ RECORDS = st.builds(
     looks=NUMBERS,
     hint=st.none() | NUMBERS,
     master=st.none() | MASTERS,
-    hosts=st.booleans(),
+    can_host=st.booleans(),
 )
 NAMES = st.builds(Names, st.lists(TEXT, max_size=5).map(tuple), st.integers(0, 5000))
 CAUSES = st.builds(
@@ -103,9 +103,9 @@ def documents(draw: st.DrawFn) -> RoundDocument:
         previous=draw(PEOPLE),
         roster=roster,
         previous_roster=draw(SHARDS),
-        lost=draw(PEOPLE),
+        absent=draw(PEOPLE),
         evicted=draw(PEOPLE),
-        waiting=draw(NUMBERS),
+        waiters=draw(NUMBERS),
         cause=draw(CAUSES),
         finishing=draw(st.booleans()),
         outcome=draw(st.none() | st.sampled_from(Outcome)),
@@ -185,7 +185,7 @@ def test_a_document_with_a_wrong_field_is_refused(name: str, value: object) -> N
         document = RoundDocument.decode(json.dumps(fields).encode())
     except RendezvousStateError:
         return
-    assert type(document.round) is type(document.waiting) is int
+    assert type(document.round) is type(document.waiters) is int
     assert isinstance(document.reason, str)
     assert isinstance(document.world_id, str)
 

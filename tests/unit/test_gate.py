@@ -350,7 +350,7 @@ def test_the_document_of_another_run_is_written_over(server: MemoryServer, time:
             life.go()
     assert stored(leader).incarnation == ours.incarnation
     assert stored(leader).phase is Phase.RUNNING
-    assert [joiner.node.waiting, leader.node.waiting] == [0, 0]
+    assert [joiner.node.num_nodes_waiting, leader.node.num_nodes_waiting] == [0, 0]
     told = [line for life in pair for line in life.told if "of the run 'a'" in line]
     assert 0 < len(told) <= 2
 

@@ -81,7 +81,7 @@ class TestWhenNewcomersAreLetIn:
 
     def test_who_replaces_a_lost_node_is_no_growth(self) -> None:
         """With restart_on_loss=false the round went on without it."""
-        lost = replace(NOW, lost=("n2",))
+        lost = replace(NOW, absent=("n2",))
         here = leads(
             now=lost, grow="never", restart_on_loss=False, silent={"n2": 9.0}, enough_for=5.0
         )
@@ -93,7 +93,7 @@ class TestWhenNewcomersAreLetIn:
         self, newcomers: int, then: bool
     ) -> None:
         """Whatever holds newcomers back is for the sake of those who train."""
-        dead = replace(NOW, leader="n3", lost=("n1", "n2"))
+        dead = replace(NOW, leader="n3", absent=("n1", "n2"))
         options = {"restart_on_loss": False, "min_uptime": 60.0, "resize_interval": 60.0}
         here = leads(newcomers, dead, silent={"n1": 9.0, "n2": 9.0}, **options)
         spare = record("n3", Status.SPARE, max_nodes=4)
@@ -218,12 +218,12 @@ class TestNodes:
             min_nodes=1, max_nodes=3, lease=3.0, interval=1.0, last_call=0.0, grow="checkpoint"
         )
         (first,) = crowd.begin(each, "n1")
-        first.node.orders.note_saved()
+        first.node.inbox.note_saved()
         crowd.play(5.0)
         second = crowd.join("n2", each)
         crowd.play(60.0)
         assert second.given == []  # That moment was another.
-        first.node.orders.note_saved()
+        first.node.inbox.note_saved()
         crowd.play_until(lambda: bool(second.given), 3.0)
 
     def test_a_scale_up_does_not_stop_workers_for_a_last_call(self) -> None:
@@ -235,8 +235,8 @@ class TestNodes:
         crowd.play(10.0)
         third = crowd.join("n3", each)
         crowd.play(15.0)
-        assert first.node.waiting == 0
-        crowd.play_until(lambda: first.node.waiting > 0 or first.joining, 10.0)
+        assert first.node.num_nodes_waiting == 0
+        crowd.play_until(lambda: first.node.num_nodes_waiting > 0 or first.joining, 10.0)
         took = crowd.play_until(lambda: bool(second.given and third.given), 5.0)
         assert took < 1.0
         assert len(first.given) == 2

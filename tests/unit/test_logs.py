@@ -103,7 +103,7 @@ class TestANodesLife:
         crowd.play_until(lambda: all(member.given for member in members.values()), 30.0)
         for member in members.values():
             member.said.clear()
-            member.node.orders.report_done()
+            member.node.inbox.report_done()
         crowd.play_until(lambda: crowd.document.closed, 30.0)
         crowd.play(5.0)
         by = crowd.document.leader
@@ -121,7 +121,7 @@ class TestANodesLife:
         assert [about for about, *_ in remarks(spare)] == ["spare"]
 
     def test_a_round_that_goes_on_without_a_node_names_it_in_the_leaders_log(self) -> None:
-        now = document(Phase.RUNNING, lost=("n3",))
+        now = document(Phase.RUNNING, absent=("n3",))
         records = all_running(document(Phase.RUNNING))
         told = list(remarks(view(records["n1"], now, records)))
         assert [text for _, _, text, *_ in told] == ["round 4 goes on without n3[1]: lease ran out"]

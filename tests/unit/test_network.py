@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rdzv_plugins.protocol.documents import Faults, Found, NodeRecord, Phase, RoundDocument
+from rdzv_plugins.protocol.documents import Dials, Faults, NodeRecord, Phase, RoundDocument
 from rdzv_plugins.protocol.policies import network
 from rdzv_plugins.protocol.policies.network import Verdict, partner_in, pause, slow, verdict_on
 from tests import replace
@@ -38,11 +38,11 @@ def records_of(
     found: dict[str, NodeRecord] = {}
     for node in of.participants:
         partner = partner_in(of.ranks, node, of.round) or ""
-        it = Found(partner, 0.1, f"{partner}[1] at h:1 (timed out)" if fails(node, partner) else "")
+        it = Dials(partner, 0.1, f"{partner}[1] at h:1 (timed out)" if fails(node, partner) else "")
         if node != first:
             why = f"rank 0, {first}[1], at h:2 (timed out)" if fails(node, first) else ""
             it = replace(it, first=first, unreached=why)
-        found[node] = replace(running(node, of), found=it)
+        found[node] = replace(running(node, of), dials=it)
     return found
 
 
@@ -76,36 +76,35 @@ class TestPairs:
 class TestTheVerdict:
     def test_a_round_runs_where_all_passed(self) -> None:
         of = a_round(4, Faults(links=(("n0", "n1"),), rounds=2))
-        assert verdict_on(of, records_of(of), CHECKS) == Verdict(True, Faults())
+        assert verdict_on(of, records_of(of)) == Verdict(True, Faults())
 
     def test_without_the_option_nobody_is_judged(self) -> None:
         of = a_round(3)
-        verdict = verdict_on(of, {node: running(node, of) for node in of.participants}, RULES)
+        verdict = verdict_on(of, {node: running(node, of) for node in of.participants})
         assert verdict == Verdict(True, Faults())
         assert b"faults" not in replace(of, faults=verdict.faults).encode()
 
     def test_a_leader_without_the_option_judges_by_what_the_others_found(self) -> None:
         of = a_round(4)
         found = records_of(of, cut="n2")
-        found["n0"] = replace(found["n0"], found=None)
-        assert not verdict_on(of, found, RULES).runs
-        assert verdict_on(of, found, RULES) == verdict_on(of, found, CHECKS)
+        found["n0"] = replace(found["n0"], dials=None)
+        assert not verdict_on(of, found).runs
 
     def test_who_cannot_be_dialled_as_rank_0_is_known_as_long_as_the_run(self) -> None:
         of = a_round(3, Faults(not_to_host=("n2",), rounds=1))
-        verdict = verdict_on(of, records_of(of), CHECKS)
+        verdict = verdict_on(of, records_of(of))
         assert verdict == Verdict(True, Faults(not_to_host=("n2",)))
 
     def test_who_has_no_such_option_counts_as_passed(self) -> None:
         of = a_round(3)
-        found = {node: replace(it, found=None) for node, it in records_of(of).items()}
-        assert verdict_on(of, found, CHECKS).runs
+        found = {node: replace(it, dials=None) for node, it in records_of(of).items()}
+        assert verdict_on(of, found).runs
 
     def test_one_that_is_cut_off_is_out_at_once(self) -> None:
         for size in (3, 5, 8):
             of = a_round(size)
             for cut in of.participants:
-                verdict = verdict_on(of, records_of(of, cut=cut), CHECKS)
+                verdict = verdict_on(of, records_of(of, cut=cut))
                 assert not verdict.runs
                 assert [node for node, _ in verdict.faults.out] == [cut], (size, cut)
                 assert verdict.faults.not_to_host == ()
@@ -114,17 +113,17 @@ class TestTheVerdict:
 
     def test_one_that_nobody_can_dial_is_out_after_two_rounds(self) -> None:
         of = a_round(5)
-        verdict = verdict_on(of, records_of(of, blind="n3"), CHECKS)
+        verdict = verdict_on(of, records_of(of, blind="n3"))
         assert (verdict.runs, verdict.faults.out, len(verdict.faults.links)) == (False, (), 1)
         of = after(of, verdict)
-        verdict = verdict_on(of, records_of(of, blind="n3"), CHECKS)
+        verdict = verdict_on(of, records_of(of, blind="n3"))
         assert [node for node, _ in verdict.faults.out] == ["n3"]
 
     @pytest.mark.parametrize("size", [3, 4, 5])
     def test_that_its_own_dials_pass_does_not_speak_for_it(self, size: int) -> None:
         of = a_round(size)
         for _ in range(size):
-            verdict = verdict_on(of, records_of(of, blind=f"n{size - 1}"), CHECKS)
+            verdict = verdict_on(of, records_of(of, blind=f"n{size - 1}"))
             if verdict.faults.out:
                 break
             of = after(of, verdict)
@@ -134,53 +133,53 @@ class TestTheVerdict:
     def test_one_bad_link_costs_a_round_and_then_holds_nobody_up(self) -> None:
         """Also where the pairing meets it again."""
         of = a_round(3)
-        verdict = verdict_on(of, records_of(of, ("n1", "n2")), CHECKS)
+        verdict = verdict_on(of, records_of(of, ("n1", "n2")))
         assert (verdict.runs, verdict.faults.out) == (False, ())
         of = after(of, verdict)
-        verdict = verdict_on(of, records_of(of, ("n1", "n2")), CHECKS)
+        verdict = verdict_on(of, records_of(of, ("n1", "n2")))
         # Now the other one has dialled.
         assert (verdict.runs, verdict.faults.out) == (False, ())
         of = after(of, verdict)
-        verdict = verdict_on(of, records_of(of, ("n1", "n2")), CHECKS)
+        verdict = verdict_on(of, records_of(of, ("n1", "n2")))
         assert (verdict.runs, len(verdict.failed)) == (True, 1)
         assert verdict.faults == Faults(links=verdict.failed)
 
     def test_a_link_that_is_well_again_is_forgotten(self) -> None:
         of = a_round(3, Faults(links=(("n1", "n2"),), rounds=1))
-        verdict = verdict_on(of, records_of(of, ("n0", "n1")), CHECKS)
+        verdict = verdict_on(of, records_of(of, ("n0", "n1")))
         assert (verdict.runs, verdict.faults.links) == (False, (("n0", "n1"),))
 
     def test_new_links_that_fail_in_each_round_do_not_hold_it_up_for_ever(self) -> None:
         for rounds, runs in ((network._MOST_ROUNDS - 1, False), (network._MOST_ROUNDS, True)):
             of = a_round(9, Faults(links=(("n7", "n8"),), rounds=rounds))
             partner = str(partner_in(of.ranks, "n5", of.round))
-            assert verdict_on(of, records_of(of, ("n5", partner)), CHECKS).runs is runs
+            assert verdict_on(of, records_of(of, ("n5", partner))).runs is runs
 
     def test_two_that_are_cut_off_are_told_from_the_one_between_them(self) -> None:
         of = a_round(8, round_=0)
         bad = [(cut, other) for cut in ("n2", "n4") for other in of.participants if other != cut]
-        verdict = verdict_on(of, records_of(of, *bad), CHECKS)
+        verdict = verdict_on(of, records_of(of, *bad))
         assert not verdict.runs
         of = after(of, verdict)
         if not verdict.faults.out:
-            verdict = verdict_on(of, records_of(of, *bad), CHECKS)
+            verdict = verdict_on(of, records_of(of, *bad))
         assert sorted(node for node, _ in verdict.faults.out) == ["n2", "n4"]
 
     def test_where_each_may_be_at_fault_the_next_pairing_tells(self) -> None:
         of = a_round(3)
         bad = ("n0", "n1"), ("n1", "n2"), ("n0", "n2")
-        verdict = verdict_on(of, records_of(of, *bad), CHECKS)
+        verdict = verdict_on(of, records_of(of, *bad))
         assert (verdict.runs, verdict.faults.out) == (False, ())
         of = after(of, verdict)
-        assert len(verdict_on(of, records_of(of, *bad), CHECKS).faults.out) == 1
+        assert len(verdict_on(of, records_of(of, *bad)).faults.out) == 1
 
     def test_one_that_was_at_fault_before_may_have_one_bad_link(self) -> None:
         """Else a round that needs it never runs."""
         of, runs = a_round(3), list[bool]()
         while len(runs) < 3:
             found = records_of(of, ("n1", "n2"))
-            found["n1"] = replace(found["n1"], suspect=True)
-            verdict = verdict_on(of, found, CHECKS)
+            found["n1"] = replace(found["n1"], was_at_fault=True)
+            verdict = verdict_on(of, found)
             runs.append(verdict.runs)
             of = after(of, verdict)
         assert runs == [False, False, True]
@@ -191,45 +190,45 @@ class TestRankZero:
         """These cannot dial rank 0; all data pass."""
         found = records_of(of)
         for node in who:
-            it = replace(found[node].found, unreached="rank 0, n0[1], at h:2 (refused)")
-            found[node] = replace(found[node], found=it)
+            it = replace(found[node].dials, unreached="rank 0, n0[1], at h:2 (refused)")
+            found[node] = replace(found[node], dials=it)
         return found
 
     def test_one_that_nobody_reaches_gives_its_place_up(self) -> None:
         of = a_round(2)
-        verdict = verdict_on(of, self.hidden(of, "n1"), CHECKS)
+        verdict = verdict_on(of, self.hidden(of, "n1"))
         assert (verdict.runs, verdict.faults.not_to_host) == (False, ("n0",))
         found = records_of(of)
         able = network.able_to_host(after(of, verdict), found, of.participants)
-        assert [able[node].hosts for node in of.participants] == [False, True]
+        assert [able[node].can_host for node in of.participants] == [False, True]
         # The other one could not open a TCPStore before; now it is to try again.
-        found["n1"] = replace(found["n1"], hosts=False)
+        found["n1"] = replace(found["n1"], can_host=False)
         able = network.able_to_host(after(of, verdict), found, of.participants)
-        assert [able[node].hosts for node in of.participants] == [False, True]
+        assert [able[node].can_host for node in of.participants] == [False, True]
 
     def test_one_that_some_cannot_dial_gives_way_to_one_that_all_may(self) -> None:
         of = a_round(4)
-        verdict = verdict_on(of, self.hidden(of, "n2"), CHECKS)
+        verdict = verdict_on(of, self.hidden(of, "n2"))
         assert (verdict.runs, verdict.faults.not_to_host) == (False, ("n0", "n2"))
 
     def test_one_that_nobody_reaches_is_not_left_out_for_that(self) -> None:
         of = a_round(5)
-        verdict = verdict_on(of, self.hidden(of, "n1", "n2", "n3", "n4"), CHECKS)
+        verdict = verdict_on(of, self.hidden(of, "n1", "n2", "n3", "n4"))
         assert (verdict.faults.out, verdict.faults.not_to_host) == ((), ("n0",))
 
     def test_who_can_dial_no_rank_0_is_left_out(self) -> None:
         of = a_round(4, Faults(rounds=1, blind=(("n2", "n1"),), not_to_host=("n1", "n2")))
-        verdict = verdict_on(of, self.hidden(of, "n2"), CHECKS)
+        verdict = verdict_on(of, self.hidden(of, "n2"))
         assert [node for node, _ in verdict.faults.out] == ["n2"]
         assert (verdict.faults.not_to_host, verdict.faults.blind) == (("n1", "n2"), ())
 
     def test_it_never_runs_with_one_that_a_node_cannot_dial(self) -> None:
         of = a_round(4, Faults(links=(("n0", "n2"),), rounds=50))
-        assert not verdict_on(of, self.hidden(of, "n2"), CHECKS).runs
+        assert not verdict_on(of, self.hidden(of, "n2")).runs
 
     def test_once_each_has_had_its_turn_they_begin_again(self) -> None:
         of = a_round(2, Faults(links=(("n0", "n1"),), rounds=1, not_to_host=("n1",)))
-        assert verdict_on(of, self.hidden(of, "n1"), CHECKS).faults.not_to_host == ("n0",)
+        assert verdict_on(of, self.hidden(of, "n1")).faults.not_to_host == ("n0",)
 
 
 def test_what_fails_at_once_is_not_tried_without_a_pause() -> None:
@@ -243,7 +242,7 @@ class TestSlow:
         of = a_round(len(seconds))
         found = records_of(of)
         for node, it in zip(of.participants, seconds, strict=True):
-            found[node] = replace(found[node], found=replace(found[node].found, seconds=it))
+            found[node] = replace(found[node], dials=replace(found[node].dials, seconds=it))
         return slow(of, found)
 
     def test_who_takes_over_twice_the_median_is_told(self) -> None:
@@ -272,4 +271,4 @@ def test_a_document_and_a_record_say_nothing_of_it_by_default() -> None:
     encoded = running("n1", of).encode()
     assert b"net" not in encoded
     assert b"port" not in encoded
-    assert b"suspect" not in encoded
+    assert b"was_at_fault" not in encoded

@@ -48,7 +48,7 @@ def sits_out(member: Member) -> str:
     assert outcome.failure is Failure.AT_FAULT
     member.failed.clear()
     member.alive = True
-    member.node.orders.report_unfit(record(member).unfit)
+    member.node.inbox.report_unfit(record(member).unfit)
     return record(member).unfit
 
 
@@ -71,7 +71,7 @@ class TestDials:
         assert [(it.node, it.endpoint, it.exchanges) for it in asked if it.node == "a"] == [
             ("a", "a:4711", True), ("a", "host:1", False)
         ]  # fmt: skip
-        found = record(b).found
+        found = record(b).dials
         assert found is not None
         assert (found.partner, found.seconds, found.first, found.unreached) == ("a", 0.25, "a", "")
 
@@ -84,13 +84,14 @@ class TestDials:
             assert bool(asked) is option
             logs.append(len(a.log) + len(b.log))
             if not option:
-                assert (record(b).found, record(b).port) == (None, 0)
+                assert (record(b).dials, record(b).port) == (None, 0)
                 a.join_again()
                 a.go()
                 entry = a.client.get(STATE_KEY)
                 assert entry is not None
                 assert b'"faults"' not in entry.value
                 assert b'"lost"' not in entry.value
+                assert b'"absent"' not in entry.value
         assert logs[0] < logs[1]
 
     def test_one_node_alone_dials_nobody(self) -> None:
@@ -126,7 +127,7 @@ class TestDials:
         a.go()
         finish(a, b)
         b.node.finished(asked[-1], 9.0)
-        assert not b.node.ordered
+        assert not b.node.has_messages
 
 
 class TestCutOff:
@@ -169,7 +170,7 @@ class TestCutOff:
         assert crowd.document.size == 3
         c.ask()
         crowd.play(0.1)
-        assert not record(c).suspect
+        assert not record(c).was_at_fault
 
     def test_a_person_lets_it_in_at_once(self, crowd: Crowd) -> None:
         a, _, c = self.come_back(crowd)

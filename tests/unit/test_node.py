@@ -68,7 +68,7 @@ def test_a_participant_starts_a_round_that_was_over_before_it_saw_it_run(
     assert leader.outcomes
     slow.go()
     assert [outcome.document for outcome in slow.outcomes] == [leader.outcomes[0].document]
-    assert slow.node.waiting == leader.node.waiting == 1
+    assert slow.node.num_nodes_waiting == leader.node.num_nodes_waiting == 1
 
 
 def test_the_founder_leads_and_hears_of_joins_by_the_bell(server: MemoryServer, time: Time) -> None:
@@ -112,7 +112,7 @@ def test_a_node_that_nobody_asked_again_stays_in_its_round(pair: tuple[Life, Lif
     leader, joiner = pair
     finish(leader, joiner)
     assert joiner.node.in_round
-    assert (joiner.node.waiting, leader.node.waiting) == (0, 0)
+    assert (joiner.node.num_nodes_waiting, leader.node.num_nodes_waiting) == (0, 0)
 
 
 def test_a_failed_worker_brings_the_others_to_join_again(pair: tuple[Life, Life]) -> None:
@@ -121,7 +121,7 @@ def test_a_failed_worker_brings_the_others_to_join_again(pair: tuple[Life, Life]
     joiner.join_again()
     joiner.go()
     leader.go()
-    assert leader.node.waiting > 0
+    assert leader.node.num_nodes_waiting > 0
     leader.join_again()
     finish(leader, joiner)
     assert stored(leader).round == 1
@@ -161,7 +161,7 @@ def test_a_leader_that_says_farewell_is_followed_at_once(pair: tuple[Life, Life]
         joiner.wake()
     assert stored(joiner).leader == "n2"
     assert stored(joiner).reason == "n1[1] left"
-    assert joiner.node.waiting > 0
+    assert joiner.node.num_nodes_waiting > 0
     assert joiner.time.now - before < 0.1
 
 
@@ -270,10 +270,10 @@ def test_who_lost_the_lead_does_not_close_the_run(server: MemoryServer, time: Ti
     leader, joiner = Life("n1", server, time, RULES), Life("n2", server, time, RULES)
     leader.go()
     finish(leader, joiner)
-    joiner.node.orders.report_done()
+    joiner.node.inbox.report_done()
     joiner.send(None)
     joiner.go()
-    leader.node.orders.report_done()
+    leader.node.inbox.report_done()
     leader.send(None)
     for _ in range(20):
         if leader.node.closing:

@@ -37,7 +37,7 @@ def test_an_outage_ends_no_round_and_delivers_nothing(pair: tuple[Life, Life]) -
         joiner.go()
         joiner.wake()
     assert len(joiner.outcomes) == 1
-    assert joiner.node.waiting == 0
+    assert joiner.node.num_nodes_waiting == 0
     joiner.down = False
     joiner.wake()
     assert joiner.node.in_round
@@ -120,7 +120,7 @@ def test_an_order_that_came_before_a_wait_ends_it(pair: tuple[Life, Life]) -> No
     assert isinstance(joiner.request, effects.Park)
     joiner.time.now += joiner.request.seconds + 1e-6
     joiner.send(None)
-    joiner.node.orders.join()
+    joiner.node.inbox.join()
     assert joiner.go() == ["PutRecord", "Read nodes/n1", "PutRecord", "Read state", "Read nodes/n1"]
 
 

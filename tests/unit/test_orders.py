@@ -424,7 +424,7 @@ class TestTheCommands:
     def test_a_write_that_comes_between_is_kept(self) -> None:
         store = Commands()
         work = drain("rdzv", ["n2"], lambda: 0.0)
-        client, answer, other = store.client, None, replace(NOW, lost=("n3",))
+        client, answer, other = store.client, None, replace(NOW, absent=("n3",))
         while True:
             request = work.send(answer)
             if isinstance(request, effects.CompareAndSet):
@@ -518,8 +518,8 @@ def test_a_drained_node_ends_and_the_other_goes_on() -> None:
     carry_out(leader.client, leader.archive, work, lambda _: None)
     leader.go()
     other.go()
-    assert leader.node.waiting > 0
-    assert other.node.waiting > 0
+    assert leader.node.num_nodes_waiting > 0
+    assert other.node.num_nodes_waiting > 0
     leader.join_again()
     leader.go()
     (outcome,) = leader.outcomes

@@ -77,7 +77,7 @@ class TestLostNodes:
     def test_one_lost_before_the_round_that_runs_is_no_loss_of_that(self) -> None:
         assert not lost_one(LAST, replace(LAST, cause=Cause(lost=Names(("10.0.0.9[9]",)))))
         assert lost_one(LAST, LOST_A)
-        assert lost_one(LAST, replace(LAST, lost=("a",)))
+        assert lost_one(LAST, replace(LAST, absent=("a",)))
         assert not lost_one(LAST, FORMS)
 
 

@@ -57,7 +57,7 @@ class TestThePolicyOfThePage:
         self, at_most_two_of_a_domain: Rules
     ) -> None:
         here = asked(at_most_two_of_a_domain, n1="r1", n2="r1", n3="r1", n4="r2")
-        assert written(decide(here)).waiting == 1
+        assert written(decide(here)).waiters == 1
 
     def test_people_are_told_for_what_the_others_wait(self, at_most_two_of_a_domain: Rules) -> None:
         rules = replace(at_most_two_of_a_domain, last_call=9.0)

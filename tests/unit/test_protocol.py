@@ -105,7 +105,7 @@ class TestFirstRound:
         others = joining("n1", "n2", "n8", "n9", round_=3)
         named = written(decide(view(record("n1"), forming, others)))
         assert set(named.participants) == {"n8", "n9", "n1"}
-        assert named.waiting == 1
+        assert named.waiters == 1
 
 
 @pytest.mark.rule("exclusivity")
@@ -233,7 +233,7 @@ class TestRunning:
     def test_a_newcomer_with_room_starts_the_next_round(self) -> None:
         small = replace(self.NOW, participants=("n1", "n2"))
         following = written(self.lead(joining("n4"), now=small))
-        assert (following.round, following.waiting) == (5, 1)
+        assert (following.round, following.waiters) == (5, 1)
         assert following.reason == "n4[1] joined"
 
     def test_a_loss_starts_the_next_round(self) -> None:
@@ -243,16 +243,16 @@ class TestRunning:
     def test_a_loss_is_noted_where_it_shall_not_restart(self) -> None:
         rules = replace(RULES, restart_on_loss=False)
         noted = written(self.lead({}, rules, n3=3.0))
-        assert (noted.round, noted.phase, noted.lost) == (4, Phase.RUNNING, ("n3",))
+        assert (noted.round, noted.phase, noted.absent) == (4, Phase.RUNNING, ("n3",))
         assert self.lead({}, rules, noted, n3=9.0) == Wait(3.0)
 
     def test_the_lost_come_back_to_a_round_that_goes_on(self) -> None:
-        rules, now = replace(RULES, restart_on_loss=False), replace(self.NOW, lost=("n3",))
+        rules, now = replace(RULES, restart_on_loss=False), replace(self.NOW, absent=("n3",))
         everybody = all_running(now)
         base = view(everybody["n1"], now, everybody, joining=False, rules=rules)
         assert isinstance(decide(base), Wait)
         back = replace(base, watched=watching({}, moved=("n1", "n2", "n3")))
-        assert written(decide(back)).lost == ()
+        assert written(decide(back)).absent == ()
 
     def test_a_leave_is_a_loss_at_once(self) -> None:
         following = written(self.lead({"n3": record("n3", Status.LEFT, 4)}))
@@ -409,7 +409,7 @@ class TestDone:
 
     def test_when_all_that_are_left_are_done_the_run_is_closed(self) -> None:
         """They wait in torch's exit barrier, also for those that are gone."""
-        now = replace(self.NOW, lost=("n3",))
+        now = replace(self.NOW, absent=("n3",))
         everybody = {name: self.wide(one) for name, one in all_running(now).items()}
         everybody |= {name: self.wide(one) for name, one in self.done("n2").items()}
         rules = replace(RULES, max_nodes=4, restart_on_loss=False)
@@ -426,7 +426,7 @@ class TestDone:
 
     def test_also_if_an_heir_took_one_for_lost_that_is_done(self) -> None:
         """It could not know: it took the lead before it had read the record."""
-        now = replace(self.NOW, lost=("n1", "n2", "n3"), leader="n4")
+        now = replace(self.NOW, absent=("n1", "n2", "n3"), leader="n4")
         everybody = self.done("n1") | {name: running(name, now) for name in ("n2", "n3")}
         everybody = {name: self.wide(one) for name, one in everybody.items()}
         heir = everybody["n4"] = self.wide(record("n4", Status.SPARE))
@@ -656,8 +656,8 @@ class TestSpares:
     def test_not_for_one_that_has_lost_all_its_nodes(self) -> None:
         """restart_on_loss=false: nobody ends that round, and a spare may lead it."""
         led = replace(self.NOW, leader="n9")
-        assert self.waits(replace(led, lost=("n1", "n2")))
-        assert not self.waits(replace(led, lost=("n1", "n2", "n3")))
+        assert self.waits(replace(led, absent=("n1", "n2")))
+        assert not self.waits(replace(led, absent=("n1", "n2", "n3")))
 
     def test_not_for_one_that_only_forms(self) -> None:
         assert not self.waits(document(Phase.FORMING))
@@ -677,11 +677,11 @@ class TestNodesWaiting:
 
     def test_the_own_round_is_quiet(self) -> None:
         assert self.waiting(self.NOW) == 0
-        assert self.waiting(replace(self.NOW, lost=("n3",), leader="n2")) == 0
+        assert self.waiting(replace(self.NOW, absent=("n3",), leader="n2")) == 0
 
     def test_a_later_round_says_join(self) -> None:
         assert self.waiting(document(Phase.FORMING, round_=5)) == 1
-        assert self.waiting(document(Phase.FORMING, round_=5, waiting=3)) == 3
+        assert self.waiting(document(Phase.FORMING, round_=5, waiters=3)) == 3
 
     def test_another_round_of_the_same_number_says_join(self) -> None:
         assert self.waiting(replace(self.NOW, participants=("n8", "n9"))) == 1
@@ -763,5 +763,5 @@ class TestTimes:
 
     def test_rank_0_gives_up_a_tcpstore_that_does_not_open_within_a_lease(self) -> None:
         assert isinstance(self.named(opening_for=RULES.lease - 0.1), Confirm)
-        given_up = SetRecord(Status.JOIN, RUN, 4, hosts=False)
+        given_up = SetRecord(Status.JOIN, RUN, 4, can_host=False)
         assert self.named(opening_for=RULES.lease) == given_up

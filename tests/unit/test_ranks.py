@@ -22,11 +22,11 @@ def record(
     pid: int = 1,
     hint: int | None = None,
     domain: str | None = None,
-    hosts: bool = True,
+    can_host: bool = True,
 ) -> NodeRecord:
     return NodeRecord(
         address=address, pid=pid, beat=1, status=Status.JOIN, round=-1, min_nodes=1, max_nodes=64,
-        interval=5.0, lease=15.0, hint=hint, domain=domain, hosts=hosts,
+        interval=5.0, lease=15.0, hint=hint, domain=domain, can_host=can_host,
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_rank_0_is_one_that_all_reach() -> None:
     assert order_ranks("ac", {"a": both, "c": new}, (), "natural") == ("a", "c")
     # Where nobody is, or the only one cannot open a TCPStore, as without this.
     assert order_ranks("bc", {"b": old, "c": new}, (), "natural") == ("c", "b")
-    unable = replace(old, hosts=False)
+    unable = replace(old, can_host=False)
     assert order_ranks("ab", {"a": both, "b": unable}, (), "natural") == ("a", "b")
 
 
@@ -110,10 +110,10 @@ class TestTopology:
 
     def test_rank_0_can_host_and_brings_its_domain(self) -> None:
         records = placed(a1="s1/r1", a2="s1/r1", b1="s1/r2", b2="s1/r2", c1="s2/r1", c2="s2/r1")
-        records |= {name: replace(records[name], hosts=False) for name in ("a1", "a2", "b1")}
+        records |= {name: replace(records[name], can_host=False) for name in ("a1", "a2", "b1")}
         order = order_ranks(records, records, (), "topology")
         assert order == ("b2", "b1", "a1", "a2", "c1", "c2")
-        records["b2"] = replace(records["b2"], hosts=False)
+        records["b2"] = replace(records["b2"], can_host=False)
         order = order_ranks(records, records, (), "topology")
         assert order == ("c1", "c2", "a1", "a2", "b1", "b2")
 
@@ -154,8 +154,8 @@ def test_each_domain_is_in_one_piece_at_each_level(
     nodes: list[tuple[str | None, bool]], chance: random.Random
 ) -> None:
     records = {
-        f"n{number}": record(f"n{number}", domain=domain, hosts=hosts)
-        for number, (domain, hosts) in enumerate(nodes)
+        f"n{number}": record(f"n{number}", domain=domain, can_host=can_host)
+        for number, (domain, can_host) in enumerate(nodes)
     }
     names = list(records)
     places = {name: place for place, name in enumerate(chance.sample(names, len(names) // 2))}
@@ -168,8 +168,8 @@ def test_each_domain_is_in_one_piece_at_each_level(
             part for part, before in zip(parts, [None, *parts], strict=False) if part != before
         ]
         assert len(pieces) == len({*map(tuple, pieces)}), parts
-    if any(records[name].hosts for name in order):
-        assert records[order[0]].hosts
+    if any(records[name].can_host for name in order):
+        assert records[order[0]].can_host
 
 
 def test_an_address_of_thousands_of_digits_is_ordered_too() -> None:

@@ -139,7 +139,7 @@ class TestDocuments:
         go(*sealed, looks=5)
         assert stored(leader).drained == ("n9",)
         assert stored(leader).edition > ordered.edition
-        assert [life.node.waiting for life in (leader, other)] == [0, 0]
+        assert [life.node.num_nodes_waiting for life in (leader, other)] == [0, 0]
 
     def test_an_order_of_an_earlier_round_is_carried_out_once(
         self, sealed: tuple[Life, Life]
@@ -158,7 +158,7 @@ class TestDocuments:
             put_back(leader, ordered)
             go(*sealed, looks=4)
         assert stored(leader).round == 1
-        assert [life.node.waiting for life in (leader, other)] == [0, 0]
+        assert [life.node.num_nodes_waiting for life in (leader, other)] == [0, 0]
 
     @pytest.mark.parametrize("later", [False, True])
     def test_one_of_an_earlier_run_of_the_id_moves_nobody(
@@ -176,7 +176,7 @@ class TestDocuments:
             assert stored(sealed[0]).incarnation == "other"
             return
         assert stored(sealed[0]).incarnation == ours.incarnation
-        assert [life.node.waiting for life in sealed] == [0, 0]
+        assert [life.node.num_nodes_waiting for life in sealed] == [0, 0]
         assert any(EARLIER in line for line in sealed[0].told)
 
     def test_each_run_has_a_number_from_the_start(self, server: MemoryServer, time: Time) -> None:

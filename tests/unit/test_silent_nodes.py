@@ -37,7 +37,7 @@ def test_a_leader_lists_no_more_often_once_a_node_is_done_and_gone() -> None:
     members = crowd.begin(rules(2, 3), "n1", "n2", "n3")
     leader = next(it for it in members if it.node.id == crowd.document.leader)
     done = next(it for it in members if it is not leader)
-    done.node.orders.report_done()
+    done.node.inbox.report_done()
     crowd.play(1.0)
     done.leave()
     crowd.play(NOTICED)

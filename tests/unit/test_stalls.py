@@ -14,7 +14,7 @@ from rdzv_plugins.protocol.documents import Phase, RoundDocument
 from rdzv_plugins.protocol.progress import Doing, Progress
 from rdzv_plugins.protocol.remarks import remarks
 from rdzv_plugins.protocol.rules import View
-from rdzv_plugins.protocol.stalls import stall_of, standing
+from rdzv_plugins.protocol.stalls import stall_of, steps_of_run
 from tests import replace
 
 from .views import RULES, document, running, view
@@ -124,8 +124,8 @@ def test_when_the_round_ends(here: View, ends: bool) -> None:
 def test_the_rank_that_is_behind(one: Any, two: Any, text: str) -> None:
     records = {"n1": {"step": one}, "n2": {"step": two}}
     found = {node: replace(running(node, ROUND), **it) for node, it in records.items()}
-    assert str(standing(ROUND, found)) == text
-    assert standing(ROUND, {"n1": running("n1", ROUND)}) is None
+    assert str(steps_of_run(ROUND, found)) == text
+    assert steps_of_run(ROUND, {"n1": running("n1", ROUND)}) is None
 
 
 def test_each_node_says_once_that_its_worker_stands_still() -> None:

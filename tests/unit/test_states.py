@@ -66,8 +66,8 @@ AT = 1_790_000_000  # 14:13:20 UTC
         (RUNNING, "n1", replace(RUNS, status=Status.LEFT), "left"),
         (RUNNING, "n4", replace(ASKS, status=Status.LEFT, unfit="disk: full"), "unfit"),
         (RUNNING, "n3", None, "unknown"),
-        (replace(RUNNING, lost=("n3",)), "n3", None, "lost"),
-        (replace(RUNNING, lost=("n1",)), "n1", RUNS, "lost"),
+        (replace(RUNNING, absent=("n3",)), "n3", None, "lost"),
+        (replace(RUNNING, absent=("n1",)), "n1", RUNS, "lost"),
         # It was in the round that ended, and the leader waits for it or has found it lost.
         (FORMING, "n1", RUNS, "running"),
         (replace(FORMING, previous=("n2",)), "n1", RUNS, "lost"),
@@ -247,9 +247,9 @@ def test_what_an_earlier_version_wrote_has_no_times(store: Store) -> None:
     assert (mine["state"], mine["last_beat"], mine["clock"]) == ("running", None, None)
     # Neither does it mind what it does not know.
     later = (
-        replace(RUNS, at=AT, last_call=(4, AT)).encode().replace(b'"at"', b'"of_a_later_version"')
+        replace(RUNS, at=AT, call_ends=(4, AT)).encode().replace(b'"at"', b'"of_a_later_version"')
     )
-    assert NodeRecord.decode(later) == replace(RUNS, last_call=(4, AT))
+    assert NodeRecord.decode(later) == replace(RUNS, call_ends=(4, AT))
     later = replace(RUNNING, since=AT).encode().replace(b'"since"', b'"of_a_later_version"')
     assert RoundDocument.decode(later) == RUNNING
 
@@ -306,7 +306,7 @@ def test_a_screen_of_24_rows_has_the_sentence_the_causes_and_the_abnormal_nodes(
 ) -> None:
     names = tuple(f"n{number}" for number in range(300))
     of = replace(
-        RUNNING, participants=names, leader="n0", max_nodes=300, lost=("n288", "n299"),
+        RUNNING, participants=names, leader="n0", max_nodes=300, absent=("n288", "n299"),
         cause=Cause(lost=Names(("node301[7]",))),
     )  # fmt: skip
     nodes = {name: replace(running(name, of), max_nodes=300, at=AT) for name in names}
@@ -328,7 +328,7 @@ def test_a_screen_of_24_rows_has_the_sentence_the_causes_and_the_abnormal_nodes(
         assert first[:4] == ["n288[1]", "n299[1]", "n0[1]", "n1[1]"]
         assert re.search(r"and \d+ more", text)
     # Where all is abnormal, that takes the place of earlier rounds.
-    store.put(replace(of, lost=names[:100]), nodes)
+    store.put(replace(of, absent=names[:100]), nodes)
     store.seen.look()
     with console.capture() as shown_:
         console.print(_on_a_screen(store.seen, console))
@@ -374,17 +374,17 @@ def test_a_leader_tells_when_its_last_call_ends_once_nobody_rings(clock: Time) -
     joiner.go()
     leader.go()
     began = clock.now
-    assert of(leader).last_call is None
-    while of(leader).last_call is None:
+    assert of(leader).call_ends is None
+    while of(leader).call_ends is None:
         leader.wake()
         assert clock.now < began + 1.0
-    assert of(leader).last_call == (0, int(began + 30.0))
+    assert of(leader).call_ends == (0, int(began + 30.0))
     beats = of(leader).beat
     for _ in range(3):
         leader.wake()
     # It is told once, and then with the heartbeats.
     assert of(leader).beat <= beats + 3
-    assert of(leader).last_call in ((0, int(began + 30.0)), (0, int(began + 29.0)))
+    assert of(leader).call_ends in ((0, int(began + 30.0)), (0, int(began + 29.0)))
     seen = Inspection(leader.client, leader.archive, "job")
     seen.look()
     assert seen.report()["last_call_until"] == as_iso(int(began + 30.0))
@@ -392,7 +392,7 @@ def test_a_leader_tells_when_its_last_call_ends_once_nobody_rings(clock: Time) -
     while not leader.outcomes:
         leader.wake() if leader.waits() else leader.go()
         joiner.go()
-    assert of(leader).last_call is None
+    assert of(leader).call_ends is None
 
 
 def of(life: Life) -> NodeRecord:

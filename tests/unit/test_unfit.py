@@ -46,14 +46,14 @@ def turn_unfit(member: Member, reason: str = ECC) -> None:
     """Its agent asks for a round, and its check fails."""
     member.joining = False
     member.stops = None
-    member.node.orders.report_unfit(reason)
+    member.node.inbox.report_unfit(reason)
 
 
 def arrives_unfit(crowd: Crowd, name: str, rules: Rules) -> Member:
     """A newcomer whose check fails before its first join."""
     member = Member(name, crowd.server, crowd.time, rules, seed=99)
     # Its life as it is before the first request, without the order to join.
-    member.node.orders.joins = False
+    member.node.inbox.joins = False
     turn_unfit(member)
     member.life = member.node.run()
     member.request = next(member.life)
@@ -123,8 +123,8 @@ class TestAtARestart:
         a, _, c = crowd.begin(replace_rules(restart_on_loss=False), "a", "b", "c")
         turn_unfit(c)
         crowd.play(2.0)
-        assert crowd.document.lost == ("c",)
-        assert a.node.waiting == 0
+        assert crowd.document.absent == ("c",)
+        assert a.node.num_nodes_waiting == 0
 
 
 class TestBeforeItsFirstRound:
@@ -183,7 +183,7 @@ class TestBeforeItsFirstRound:
         c.crash()
         crowd.play(10.0)
         assert (len(a.given), len(b.given)) == (1, 1)
-        assert crowd.document.waiting == 0
+        assert crowd.document.waiters == 0
 
 
 class TestWhatIsTold:
@@ -192,9 +192,9 @@ class TestWhatIsTold:
         c = arrives_unfit(crowd, "c", RULES_OF_3)
         crowd.play(5.0)
         for _ in range(3):
-            c.node.orders.report_unfit(ECC)
+            c.node.inbox.report_unfit(ECC)
             crowd.play(3.0)
-        c.node.orders.report_unfit("disk: /tmp is full")
+        c.node.inbox.report_unfit("disk: /tmp is full")
         crowd.play(3.0)
         told = [line for line in a.told + a.said if "does not join" in line]
         assert told == [f"c[1] does not join: {ECC}", "c[1] does not join: disk: /tmp is full"]
@@ -301,12 +301,12 @@ class TestWhenTheRunEnds:
     def test_it_closes_nothing_itself(self, crowd: Crowd) -> None:
         _, _, c = crowd.begin(RULES_OF_3, "a", "b", "c")
         assert c.node.in_round
-        c.node.orders.report_unfit(ECC)
+        c.node.inbox.report_unfit(ECC)
         assert not c.node.in_round, "shutdown() must only leave, also before this is written"
 
     def test_its_farewell_keeps_the_reason(self, crowd: Crowd) -> None:
         a, b, c = crowd.begin(RULES_OF_3, "a", "b", "c")
-        c.node.orders.report_unfit(ECC)
+        c.node.inbox.report_unfit(ECC)
         c.leave()
         crowd.play_until(lambda: len(a.given) == 2 == len(b.given), 10.0)
         assert crowd.document.reason == f"c[1] left ({ECC})"
@@ -316,9 +316,9 @@ class TestWhenTheRunEnds:
         c = arrives_unfit(crowd, "c", RULES_OF_3)
         crowd.play(3.0)
         c.down = True
-        c.node.orders.join()
-        c.node.orders.withdraw()
-        c.node.orders.report_unfit("disk: /tmp is full")
+        c.node.inbox.join()
+        c.node.inbox.withdraw()
+        c.node.inbox.report_unfit("disk: /tmp is full")
         crowd.play(3.0)
         c.down = False
         crowd.play(3.0)
@@ -330,8 +330,8 @@ class TestWhenTheRunEnds:
         crowd.begin(RULES_OF_3, "a", "b")
         c = arrives_unfit(crowd, "c", RULES_OF_3)
         crowd.play(3.0)
-        c.node.orders.join()
-        c.node.orders.withdraw()
+        c.node.inbox.join()
+        c.node.inbox.withdraw()
         crowd.play(3.0)
         said = record(crowd, c)
         assert said is not None
@@ -343,8 +343,8 @@ class TestOneNode:
 
     def test_it_beats_once_an_interval_and_asks_nothing_else(self) -> None:
         life = Life("a", MemoryServer(), Time(), RULES)
-        life.node.orders.joins = False
-        life.node.orders.report_unfit(ECC)
+        life.node.inbox.joins = False
+        life.node.inbox.report_unfit(ECC)
         life.life = life.node.run()
         life.request = next(life.life)
         life.go()
@@ -359,7 +359,7 @@ class TestOneNode:
         life = Life("a", server, time, alone)
         life.go()
         assert life.outcomes
-        life.node.orders.report_unfit(ECC)
+        life.node.inbox.report_unfit(ECC)
         life.send(None)
         asked = life.go()
         assert "CompareAndSet state" in asked
@@ -367,7 +367,7 @@ class TestOneNode:
         assert document is not None
         assert document.leader is None
         life.outcomes.clear()
-        life.node.orders.join()
+        life.node.inbox.join()
         life.send(None)
         for _ in range(10):
             life.go()
@@ -380,7 +380,7 @@ class TestOneNode:
     def test_the_time_that_it_was_unfit_counts_against_join_timeout(self) -> None:
         life = Life("a", MemoryServer(), Time(), RULES)
         life.go()
-        life.node.orders.join(waited=58.0)
+        life.node.inbox.join(waited=58.0)
         life.send(None)
         began = life.time.now
         while not life.outcomes:

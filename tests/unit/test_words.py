@@ -89,17 +89,17 @@ class TestOneWhoSeesAllRecords:
         records = joining("n1", "n2", round_=4)
         text = "enough nodes (2 of 2..3); lost node16[1]; forming since 14:13:20 UTC"
         assert str(diagnose(forming, records, now=began + 5.0)) == text
-        records["n1"] = replace(records["n1"], last_call=(5, began + 60))
+        records["n1"] = replace(records["n1"], call_ends=(5, began + 60))
         assert str(diagnose(forming, records, now=began + 22.0)) == (
             f"{text}; 38 s more for a third, until 14:14:20 UTC"
         )
         # That of another round, and what is no time.
         for other in ((4, began + 60), (5, 1 << 62)):
-            records["n1"] = replace(records["n1"], last_call=other)
+            records["n1"] = replace(records["n1"], call_ends=other)
             assert str(diagnose(forming, records, now=began + 5.0)) == text
         many = replace(forming, max_nodes=9)
         records = {
-            node: replace(it, max_nodes=9, last_call=(5, began + 60))
+            node: replace(it, max_nodes=9, call_ends=(5, began + 60))
             for node, it in records.items()
         }
         assert "; 38 s more for up to 7 others" in str(diagnose(many, records, now=began + 22.0))
@@ -148,7 +148,7 @@ class TestOneWhoSeesAllRecords:
     def test_its_nodes_that_are_lost_or_done(self) -> None:
         records = all_running(RUNNING)
         records["n2"] = replace(records["n2"], status=Status.DONE)
-        text = str(diagnose(replace(RUNNING, lost=("n3",)), records))
+        text = str(diagnose(replace(RUNNING, absent=("n3",)), records))
         assert text == "running round 4, 3 of 2..3 nodes, 1 of them lost, 1 of them done"
 
     @pytest.mark.parametrize("of", [FIRST, CONFIRMING, RUNNING], ids=lambda it: it.phase.value)
@@ -276,7 +276,7 @@ class TestAnotherNode:
         assert str(of_node(led, 60.0)) == f"{text}, led by host1[1]; 60 s to join_timeout"
         without = view(me, replace(FIRST, leader=None))
         assert of_node(without, 60.0).lasting == f"{text}, whose leader left"
-        calls = replace(record("host1"), last_call=(0, 1_790_000_000))
+        calls = replace(record("host1"), call_ends=(0, 1_790_000_000))
         told = of_node(view(me, FIRST, leader=calls, wall=1_790_000_000.0), 60.0).lasting
         assert told == f"{text}, led by host1[1]; its last call ends at 14:13:20 UTC"
 
@@ -302,7 +302,7 @@ class TestAnotherNode:
         )
 
     def test_a_round_that_has_lost_all_its_nodes(self) -> None:
-        dead = replace(RUNNING, lost=RUNNING.participants)
+        dead = replace(RUNNING, absent=RUNNING.participants)
         text = str(of_node(view(record("n4"), dead, leader=record("n5")), 60.0))
         assert text == (
             "waiting for the next round: round 4 has lost all its nodes, led by n5[1]; "

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
 
 # The named step is this many seconds ahead of the fastest rank, or this many steps if the time of a
-# step is unknown or too short; twice as many after each refusal.
+# step is unknown or too short; twice as many after each rejection.
 _AHEAD_SECONDS, _AHEAD_STEPS = 0.5, 4
-# After this many refusals the round ends without a checkpoint.
-MOST_REFUSALS = 16
+# After this many rejections the round ends without a checkpoint.
+MOST_REJECTIONS = 16
 
 
 class Checkpoint(Policy):
@@ -34,7 +34,7 @@ class Checkpoint(Policy):
 def seconds_left(view: View, at: Situation) -> float | None:
     """Seconds that a planned end of the round still awaits a checkpoint; None: it awaits none."""
     saving = at.document.saving
-    if saving is None or saving.saved or saving.step in saving.refused or not is_wanted(view, at):
+    if saving is None or saving.saved or saving.step in saving.rejected or not is_wanted(view, at):
         return None
     left = view.rules.save_timeout - view.saving_for
     return left if left > 0 else None
@@ -49,7 +49,7 @@ def is_wanted(view: View, at: Situation) -> bool:
         return True
     if not at.growth or not (at.document.resize or view.rules.grow == "checkpoint"):
         return False
-    return why_not_grow(view, at.growth, at.room, True, lost=len(at.absent)) is None
+    return why_not_grow(view, at.growth, at.room, True, absent=len(at.absent)) is None
 
 
 def _is_possible(at: Situation) -> bool:
@@ -63,7 +63,7 @@ def _is_possible(at: Situation) -> bool:
 
 
 def _following(view: View, at: Situation) -> Saving | None:
-    """The next state of the checkpoint, by the answers of all participants."""
+    """The next state of the checkpoint, by the votes of all participants."""
     saving = at.document.saving
     if saving is None:
         if not is_wanted(view, at) or not _is_possible(at):
@@ -75,22 +75,22 @@ def _following(view: View, at: Situation) -> Saving | None:
     if saving.agreed:
         saved = all(it.saved > saving.step for it in records) and _is_possible(at)
         return replace(saving, saved=saved)
-    if saving.step in saving.refused:
+    if saving.step in saving.rejected:
         return saving
-    return _after_the_answers(at, saving, records)
+    return _after_the_votes(at, saving, records)
 
 
-def _after_the_answers(at: Situation, saving: Saving, records: list[NodeRecord]) -> Saving:
+def _after_the_votes(at: Situation, saving: Saving, records: list[NodeRecord]) -> Saving:
     if len(records) < len(at.document.ranks) and not at.absent:
         return saving  # The store has lost records. They return with the next heartbeats.
-    answers = [record.accepts(saving.step) for record in records]
-    refused = (*saving.refused, saving.step)
-    if not _is_possible(at) or (False in answers and len(refused) > MOST_REFUSALS):
-        return replace(saving, refused=refused)
-    if False in answers:
-        fastest = max(it.answer[1] + _steps(it, len(refused)) for it in records if it.answer)
-        return Saving(max(fastest, saving.step) + 1, refused=refused)
-    return saving if None in answers else replace(saving, agreed=True)
+    votes = [record.accepts(saving.step) for record in records]
+    rejected = (*saving.rejected, saving.step)
+    if not _is_possible(at) or (False in votes and len(rejected) > MOST_REJECTIONS):
+        return replace(saving, rejected=rejected)
+    if False in votes:
+        fastest = max(it.vote[1] + _steps(it, len(rejected)) for it in records if it.vote)
+        return Saving(max(fastest, saving.step) + 1, rejected=rejected)
+    return saving if None in votes else replace(saving, agreed=True)
 
 
 def _ahead(view: View, node: str, record: NodeRecord) -> int:
@@ -101,9 +101,9 @@ def _ahead(view: View, node: str, record: NodeRecord) -> int:
     return record.step[0] + _steps(record, 0, silence) + 2
 
 
-def _steps(record: NodeRecord, refusals: int, silence: float = 0.0) -> int:
+def _steps(record: NodeRecord, rejections: int, silence: float = 0.0) -> int:
     """The steps that the node's workers may do in the time until they hear of a named step."""
     milliseconds = record.step[1] if record.step else 0
     if milliseconds == 0:
-        return _AHEAD_STEPS << refusals
-    return int(1000 * (silence + _AHEAD_SECONDS * 2.0**refusals) / milliseconds)
+        return _AHEAD_STEPS << rejections
+    return int(1000 * (silence + _AHEAD_SECONDS * 2.0**rejections) / milliseconds)

@@ -23,7 +23,7 @@ class Growth(Policy):
             left = last_call_seconds(view.rules, at.document, at.size) - (view.enough_for or 0.0)
             return Reason(seconds=left) if left > 0 else None
         return why_not_grow(
-            view, at.growth, at.room, at.may_grow or _has_saved(at.document), lost=len(at.absent)
+            view, at.growth, at.room, at.may_grow or _has_saved(at.document), absent=len(at.absent)
         )
 
     def delays(self, view: View, document: RoundDocument) -> bool:
@@ -36,7 +36,7 @@ def _has_saved(document: RoundDocument) -> bool:
 
 
 def why_not_grow(
-    view: View, newcomers: int, room: int, permitted: bool, lost: int = 0
+    view: View, newcomers: int, room: int, permitted: bool, absent: int = 0
 ) -> Reason | None:
     """Why the round does not end for newcomers; None: it may end. Rule: growth.
 
@@ -44,14 +44,13 @@ def why_not_grow(
         newcomers: how many the next round would take.
         room: for how many more nodes the round has room.
         permitted: workers have said that now is a good moment.
-        lost: how many lost nodes the round goes on without (restart_on_loss=false). If all nodes
-            are lost, newcomers disturb nobody.
+        absent: how many nodes are absent from the round. If all are, newcomers disturb nobody.
     """
     rules, document = view.rules, view.document
-    if document is not None and (document.resize or document.size <= lost):
+    if document is not None and (document.resize or document.size <= absent):
         return None
     closed = rules.grow == "never" or (rules.grow == "checkpoint" and not permitted)
-    if closed and not lost:
+    if closed and not absent:
         return Reason(f"grow={rules.grow}")
     limits = [
         (rules.min_uptime - view.uptime, "to min_uptime"),

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from rdzv_plugins.protocol.documents import (
     NO_FAULTS,
+    Dials,
     Faults,
-    Found,
     NodeRecord,
     Phase,
     RoundDocument,
@@ -54,29 +54,29 @@ class Network(Policy):
         if document.phase is Phase.FORMING:
             if not document.faults.rounds:
                 return NOTHING
-            # Keep suspect nodes out until a round has run, unless the others are too few.
-            well = {node for node in nodes if not at.records[node].suspect}
+            # Until a round has run, keep nodes that were at fault out, if the others are enough.
+            well = {node for node in nodes if not at.records[node].was_at_fault}
             if not world_size(well, at.records, at.sizes):
                 return NOTHING
         elif document.resize or not at.present:
             return NOTHING
-        # A suspect node never ends a running round: it joins when a round forms anyway.
-        return {node: Reason() for node in nodes if at.records[node].suspect}
+        # A node that was at fault ends no running round: it joins when a round forms anyway.
+        return {node: Reason() for node in nodes if at.records[node].was_at_fault}
 
     def judge(self, view: View, at: Situation, stage: Stage) -> Again | None:
         if stage is not Stage.BEFORE_RUNNING:
             return None
-        verdict = verdict_on(at.document, at.records, view.rules)
+        verdict = verdict_on(at.document, at.records)
         if verdict.runs:
             return None
         cause = at.document.cause.plus(apart=_pairs(verdict.failed, at.records))
-        found = replace(at.document, cause=cause, faults=verdict.faults)
-        return Again(found, pause(verdict.faults, view.rules))
+        after = replace(at.document, cause=cause, faults=verdict.faults)
+        return Again(after, pause(verdict.faults, view.rules))
 
     def note(self, view: View, at: Situation, after: RoundDocument) -> RoundDocument:
         was, faults = at.document.phase, after.faults
         if was is Phase.CONFIRMING and after.phase is Phase.RUNNING:
-            faults = verdict_on(at.document, at.records, view.rules).faults
+            faults = verdict_on(at.document, at.records).faults
         elif was is Phase.RUNNING and after.phase is Phase.FORMING:
             faults = still_not_to_host(faults)
         elif was is Phase.FORMING and after.phase is Phase.CONFIRMING and faults.out:
@@ -84,7 +84,7 @@ class Network(Policy):
         return after if faults is after.faults else replace(after, faults=faults)
 
     def delays(self, view: View, document: RoundDocument) -> bool:
-        return view.record.suspect
+        return view.record.was_at_fault
 
     def leave(self, view: View, document: RoundDocument) -> Failure | None:
         """A node that the check found at fault is unfit."""
@@ -119,7 +119,7 @@ class Verdict:
     failed: tuple[Link, ...] = ()
 
 
-def verdict_on(document: RoundDocument, records: Mapping[str, NodeRecord], rules: Rules) -> Verdict:
+def verdict_on(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Verdict:
     """Whether the round may run, by what its participants have found.
 
     It may not run if a participant could not dial rank 0, or failed with several others; nor if a
@@ -128,13 +128,13 @@ def verdict_on(document: RoundDocument, records: Mapping[str, NodeRecord], rules
     """
     was, first = document.faults, document.participants[0]
     # Check the records, not this node's options: the leader may be the only node without them.
-    found = {node: it for node in document.participants if (it := records[node].found)}
-    failed = [(node, it.partner) for node, it in found.items() if it.why]
-    cut = [(node, first) for node, it in found.items() if it.unreached]
+    dials = {node: it for node in document.participants if (it := records[node].dials)}
+    failed = [(node, it.partner) for node, it in dials.items() if it.why]
+    cut = [(node, first) for node, it in dials.items() if it.unreached]
     if not (failed or cut):
         return Verdict(True, still_not_to_host(was))
     # Links have a direction, because a link may fail only if one of its ends dials.
-    passed = {(node, it.partner) for node, it in found.items() if it.partner and not it.why}
+    passed = {(node, it.partner) for node, it in dials.items() if it.partner and not it.why}
     here = {*document.participants}
     known = [link for link in was.links if link not in passed and here.issuperset(link)]
     fresh = [link for link in failed if link not in known]
@@ -150,18 +150,18 @@ def verdict_on(document: RoundDocument, records: Mapping[str, NodeRecord], rules
         links=_without(out, links)[-_LINKS_KEPT:],
         rounds=was.rounds + 1,
         out=tuple((node, _reason(of, records)) for node, of in out.items())[:_OUT_KEPT],
-        not_to_host=_not_to_host(document, found, out),
+        not_to_host=_not_to_host(document, dials, out),
         blind=_without(out, blind)[-_LINKS_KEPT:],
     )
     return Verdict(False, faults, tuple(dict.fromkeys((*failed, *cut))))
 
 
 def _not_to_host(
-    document: RoundDocument, found: Mapping[str, Found], out: Mapping[str, object]
+    document: RoundDocument, dials: Mapping[str, Dials], out: Mapping[str, object]
 ) -> tuple[str, ...]:
     """The nodes that must not be rank 0 of the next round, because others could not dial them."""
     hosts, first = document.faults.not_to_host, document.participants[0]
-    dialled = {node: it.unreached for node, it in found.items() if it.first and node not in out}
+    dialled = {node: it.unreached for node, it in dials.items() if it.first and node not in out}
     blind = [node for node, why in dialled.items() if why]
     nobody = len(blind) == len(dialled)
     if not blind or first in out or (out and not nobody):
@@ -240,8 +240,8 @@ def able_to_host(
     if not document.faults.not_to_host:
         return records
     others = [node for node in chosen if node not in document.faults.not_to_host]
-    able = [node for node in others if records[node].hosts] or others
-    return {**records, **{node: replace(records[node], hosts=node in able) for node in chosen}}
+    able = [node for node in others if records[node].can_host] or others
+    return {**records, **{node: replace(records[node], can_host=node in able) for node in chosen}}
 
 
 def _pairs(links: Sequence[Link], records: Mapping[str, NodeRecord]) -> list[str]:
@@ -263,8 +263,8 @@ def sentence(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
 
 def remark(document: RoundDocument, records: Mapping[str, NodeRecord], runs: bool) -> str:
     """Which links failed in a round, each with its endpoint, and what to do."""
-    found = [(records[node].label, it) for node, it in _findings(document, records)]
-    said = [text for label, it in found for text in _failures(label, it)]
+    dials = [(records[node].label, it) for node, it in _dials(document, records)]
+    said = [text for label, it in dials for text in _failures(label, it)]
     what = "runs all the same" if runs else "does not run"
     return (
         f"round {document.round} {what}: {'; '.join(said[:_SHOWN])}"
@@ -275,22 +275,22 @@ def remark(document: RoundDocument, records: Mapping[str, NodeRecord], runs: boo
 
 def own_findings(record: NodeRecord) -> str:
     """The peers that a node could not reach when it last confirmed a rank, for its log."""
-    found = record.found
-    return "; ".join(_failures("this node", found)) if found is not None else ""
+    dials = record.dials
+    return "; ".join(_failures("this node", dials)) if dials is not None else ""
 
 
-def _failures(label: str, found: Found) -> list[str]:
-    said = [f"{label} could not exchange data with {found.why}"] if found.why else []
-    return said + ([f"{label} could not dial {found.unreached}"] if found.unreached else [])
+def _failures(label: str, dials: Dials) -> list[str]:
+    said = [f"{label} could not exchange data with {dials.why}"] if dials.why else []
+    return said + ([f"{label} could not dial {dials.unreached}"] if dials.unreached else [])
 
 
 def slow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
     """The nodes with slow exchanges of data (over twice the median), for people; empty: none."""
-    found = [(node, it) for node, it in _findings(document, records) if it.partner and not it.why]
-    if len(found) < 3:
+    dials = [(node, it) for node, it in _dials(document, records) if it.partner and not it.why]
+    if len(dials) < 3:
         return ""
-    usual = sorted(it.seconds for _, it in found)[len(found) // 2]
-    late = [(node, it) for node, it in found if it.seconds > max(_SLOW * usual, _LEAST_SECONDS)]
+    usual = sorted(it.seconds for _, it in dials)[len(dials) // 2]
+    late = [(node, it) for node, it in dials if it.seconds > max(_SLOW * usual, _LEAST_SECONDS)]
     if not late:
         return ""
     late.sort(key=lambda pair: -pair[1].seconds)
@@ -301,14 +301,12 @@ def slow(document: RoundDocument, records: Mapping[str, NodeRecord]) -> str:
     return f"data passed slowly between {_listed(said)}; the median of all is {usual:.2f} s"
 
 
-def _findings(
-    document: RoundDocument, records: Mapping[str, NodeRecord]
-) -> list[tuple[str, Found]]:
+def _dials(document: RoundDocument, records: Mapping[str, NodeRecord]) -> list[tuple[str, Dials]]:
     """The findings of this round's participants, as far as their records are known."""
     return [
-        (node, record.found)
+        (node, record.dials)
         for node in document.participants
         if (record := records.get(node)) is not None
-        and record.found is not None
+        and record.dials is not None
         and record.world_id == document.world_id
     ]

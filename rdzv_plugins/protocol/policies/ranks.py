@@ -83,7 +83,7 @@ def order_ranks(
 
 def _first(order: Sequence[str], records: Mapping[str, NodeRecord]) -> str | None:
     """The first node that can open the round's TCPStore, if possible where all reach it."""
-    able = [node for node in order if records[node].hosts]
+    able = [node for node in order if records[node].can_host]
     lacking = {records[node].lacks for node in order}
     reached = (node for node in able if _version(records[node].address) not in lacking)
     return next(reached, able[0] if able else None)

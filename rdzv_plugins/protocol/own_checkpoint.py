@@ -1,8 +1,8 @@
 """A checkpoint at one step on all ranks, before nodes leave or join by plan. Rule: checkpoint.
 
 The leader names a step ahead of the fastest rank (`policies.checkpoint`). Each node has its workers
-wait at that step, and then answers with the step that its fastest worker has reached. If that is
-the named step or a later one, the node refuses, and the leader names another step. Once every node
+wait at that step, and then votes with the step that its fastest worker has reached. If that is the
+named step or a later one, the node rejects it, and the leader names another step. Once every node
 has accepted, the leader writes that the run agrees; only then does a waiting worker go on. A node
 that has accepted must wait for the leader, because another node's workers may save already.
 """
@@ -21,14 +21,14 @@ class OwnCheckpoint:
         self._workers = workers
         self._heartbeat = heartbeat
         # In round `_world`: the accepted step that is still open, the steps that this node has
-        # refused or given up, and the step that the run has agreed on.
+        # rejected or given up, and the step that the run has agreed on.
         self._world = ""
         self._open: int | None = None
-        self._refused: set[int] = set()
+        self._rejected: set[int] = set()
         self._agreed: int | None = None
 
     def take_up(self, document: RoundDocument | None) -> None:
-        """Answer the step that the run has named, or tell the workers the run's decision."""
+        """Vote on the step that the run has named, or tell the workers the run's decision."""
         record = self._heartbeat.record
         if document is None or document.phase is not Phase.RUNNING:
             return
@@ -36,25 +36,25 @@ class OwnCheckpoint:
             return
         if self._world != document.world_id:
             self._world, self._open, self._agreed = document.world_id, None, None
-            self._refused = set()
+            self._rejected = set()
         saving = document.saving
         if saving is None:
             if self._agreed is not None:
                 self._workers.release()
             return
-        if self._open is not None and self._open in saving.refused:
+        if self._open is not None and self._open in saving.rejected:
             self._give_up(self._open)
         if saving.agreed and self._open == saving.step:
             self._workers.settle(saving.step, True)
             self._open, self._agreed = None, saving.step
-        elif self._open is None and (record.answer is None or record.answer[0] != saving.step):
-            self._answer(saving.step)
+        elif self._open is None and (record.vote is None or record.vote[0] != saving.step):
+            self._vote(saving.step)
         if saving.agreed and not saving.saved:
             self._say_what_is_saved()
 
-    def _answer(self, step: int) -> None:
+    def _vote(self, step: int) -> None:
         progress: Progress | None = None
-        if step not in self._refused:
+        if step not in self._rejected:
             self._workers.propose(step)
             progress = self._workers.progress()
         fastest = progress.fastest if progress is not None else step
@@ -62,11 +62,11 @@ class OwnCheckpoint:
             self._open = step
         else:
             self._give_up(step)
-        self._heartbeat.change(rings=True, answer=(step, max(fastest, 0)))
+        self._heartbeat.change(rings=True, vote=(step, max(fastest, 0)))
 
     def _give_up(self, step: int) -> None:
         self._workers.settle(step, False)
-        self._refused.add(step)
+        self._rejected.add(step)
         self._open = None
 
     def _say_what_is_saved(self) -> None:
