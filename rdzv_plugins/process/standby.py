@@ -46,33 +46,33 @@ class _Order(threading.Thread):
     A thread, because the agent may be killed while the main thread imports modules.
 
     Attributes:
-        content: the worker's environment and arguments; None: there was no order yet.
-        outputs: descriptors of the worker's stdout and stderr.
+        content: the round's variables and the worker's arguments; None: there was no order yet.
         end_status: the exit status if no order can come any more.
     """
 
     def __init__(self, agent: socket.socket, low: bool) -> None:
         super().__init__(daemon=True)
         self.content: dict[str, Any] | None = None
-        self.outputs: list[int] = []
         self.end_status = 0
         self._agent = agent
         self._low = low
 
     def run(self) -> None:
         undo = _stand_back(self._low)
-        content = b""
         try:
             self._agent.send(READY)
-            content, self.outputs, _, _ = socket.recv_fds(self._agent, 1, 2)
-            while content and (part := self._agent.recv(1 << 16)):
-                content += part
-            self.content = json.loads(content)
+            text, outputs, _, _ = socket.recv_fds(self._agent, 1, 2)
+            while text and (part := self._agent.recv(1 << 16)):
+                text += part
+            content = json.loads(text)
         except (OSError, ValueError):
             # A killed agent leaves an incomplete order.
             os._exit(self.end_status)
         self._agent.close()
         undo()
+        # An import that ends the process must have shown why.
+        _release(outputs)
+        self.content = content
 
 
 def _stand_back(low: bool) -> Callable[[], None]:
@@ -96,11 +96,13 @@ def _stand_back(low: bool) -> Callable[[], None]:
     def undo() -> None:
         with suppress(OSError), open(_OOM_SCORE, "w") as file:
             file.write(score)
-        for task in map(int, os.listdir("/proc/self/task")) if is_batch else ():
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, task, before)
-            with suppress(OSError):
-                os.sched_setscheduler(task, os.SCHED_OTHER, os.sched_param(0))
+        # Look twice: meanwhile a thread may start another one, which gets its low priority.
+        for _ in range(2 if is_batch else 0):
+            for task in map(int, os.listdir("/proc/self/task")):
+                with suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, task, before)
+                with suppress(OSError):
+                    os.sched_setscheduler(task, os.SCHED_OTHER, os.sched_param(0))
 
     return undo
 
@@ -182,9 +184,8 @@ def _become_worker() -> Callable[[], object]:
             agent.shutdown(socket.SHUT_RD)
     order.join()
     assert order.content is not None
-    os.environ.clear()
+    # The variables that the interpreter's wrapper and the modules have set stay.
     os.environ.update(order.content["environment"])
-    _release(order.outputs)
     sys.argv = order.content["arguments"]
     sys.orig_argv[-len(arguments) - 4 :] = sys.argv
     return _program(sys.argv)

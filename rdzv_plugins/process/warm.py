@@ -103,7 +103,11 @@ class _Standby:
     def become(self, arguments: Sequence[str], environment: Mapping[str, str], *files: Any) -> None:
         """Make the standby a worker; raises `OSError` if that fails."""
         outputs = [own if file is None else file.fileno() for own, file in enumerate(files, 1)]
-        order = json.dumps({"environment": dict(environment), "arguments": arguments}).encode()
+        if any(it is None and not os.get_inheritable(own) for own, it in enumerate(files, 1)):
+            # Another file of this agent may have the number of a closed output.
+            raise BrokenPipeError("this agent has no outputs")
+        new = {name: environment[name] for name in environment.keys() - self.plan.environment}
+        order = json.dumps({"environment": new, "arguments": arguments}).encode()
         with self._agent:
             # A program other than this package's standby would not send READY.
             if self._agent.recv(1) != standby.READY:
@@ -152,8 +156,9 @@ class Standbys:
             return
         self._plans = []
         options = {"numa_options": spec.numa_options} if hasattr(spec, "numa_options") else {}
-        # torch may put numactl before the command.
-        with _in_the_place_of_popen(self._foresee):
+        # torch may put numactl before the command. If that fails, it fails again in
+        # `_start_workers`, where torch's launcher closes the run.
+        with suppress(Exception), _in_the_place_of_popen(self._foresee):
             for rank in range(spec.local_world_size):
                 arguments = (*macros.substitute([*spec.args], str(rank)),)
                 get_subprocess_handler(spec.entrypoint, arguments, {}, "", "", rank, **options)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -67,7 +68,12 @@ if __name__ == "__main__":
         "loader": type(main.__loader__).__name__,
         "globals": sorted(set(globals()) - {{"__annotations__"}}),
         "session": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid(), os.getppid()],
-        "fds": sorted(os.listdir("/proc/self/fd")),
+        "fds": {{it: os.path.basename(os.path.realpath("/proc/self/fd/" + it))
+                for it in os.listdir("/proc/self/fd")}},
+        "input": sys.stdin.read(),
+        "status": [it for it in open("/proc/self/status") if it.startswith(
+            ("Umask", "SigB", "SigI", "SigC", "Cap", "NoNewPrivs", "Cpus", "Mems", "Threads"))],
+        "limits": open("/proc/self/limits").read(),
         "threads": len(threading.enumerate()),
         "priority": [(os.getpriority(os.PRIO_PROCESS, t), os.sched_getscheduler(t)) for t in tasks],
         "oom": open("/proc/self/oom_score_adj").read(),
@@ -90,6 +96,7 @@ class Node:
         self.standbys = Standbys([MODULE, *modules])
         self.contexts: list[PContext] = []
         self.python = sys.executable
+        self.options: dict[str, Any] = {}
 
     def fill(
         self,
@@ -104,6 +111,7 @@ class Node:
             rdzv_handler=handler,
             entrypoint=self.python,
             args=("-u", *arguments),
+            **self.options,
         )
         self.standbys.attend(spec)
         if low:
@@ -128,6 +136,7 @@ class Node:
                 envs={rank: {"RANK": str(rank), "ROLE_NAME": "x"} for rank in range(ranks)},
                 logs_specs=DefaultLogsSpecs(log_dir=str(folder), **logs),
                 log_line_prefixes={rank: f"[prefix{rank}]:" for rank in range(ranks)},
+                **self.options,
             )
         self.contexts.append(context)
         return context
@@ -160,6 +169,19 @@ def script(tmp_path: Path) -> Path:
     return folder / "train.py"
 
 
+@pytest.fixture
+def stdin(tmp_path: Path) -> Iterator[None]:
+    """This process and its workers read a file."""
+    (tmp_path / "stdin").write_text("typed")
+    before = os.dup(0)
+    with open(tmp_path / "stdin") as file:
+        os.dup2(file.fileno(), 0)
+        yield
+    os.dup2(before, 0)
+    os.close(before)
+
+
+@pytest.mark.usefixtures("stdin")
 @pytest.mark.parametrize("kind", ["script", "module", "folder", "archive", "link", "safe", "low"])
 def test_a_script_finds_what_it_finds_after_a_cold_start(
     node: Node, script: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -189,6 +211,7 @@ def test_a_script_finds_what_it_finds_after_a_cold_start(
     arguments += ["--lr", "-u", "\udc80 ü"]
     results = []
     for is_warm in (False, True):
+        os.lseek(0, 0, os.SEEK_SET)
         if is_warm:
             node.fill(*arguments, low=kind == "low")
             if kind == "low":
@@ -196,13 +219,14 @@ def test_a_script_finds_what_it_finds_after_a_cold_start(
         result, printed, errors = node.end(*arguments)
         assert errors == ("warm\n" if is_warm else "cold\n")
         assert not result.failures
-        # Loaders show their place in memory.
-        facts = json.loads(re.sub(r" at 0x\w+", "", printed))
+        # Loaders show their place in memory, and pipes their number.
+        facts = json.loads(re.sub(r" at 0x\w+|:\[\d+\]", "", printed))
         del facts["environment"]["TORCHELASTIC_ERROR_FILE"]
         results.append(facts)
     assert results[0] == results[1]
     assert results[1]["doubled"] == 8
     assert results[1]["bound"]
+    assert results[1]["input"] == "typed"
 
 
 def is_low(pid: int) -> bool:
@@ -289,6 +313,65 @@ def test_what_an_import_prints_is_in_the_workers_logs(node: Node, script: Path) 
     assert errors == f"b\nrdzv run: --preload: no_such_module: {no_module}\n"
 
 
+def test_what_a_crashing_import_prints_is_in_the_workers_logs(node: Node, script: Path) -> None:
+    go = node.folder / "go"
+    script.touch()
+    script.with_name("crashes.py").write_text(
+        f"import os, time\n"
+        f"while not os.path.exists('{go}'): time.sleep(0.01)\n"
+        f"os.write(2, b'why')\n"
+        f"os.abort()"
+    )
+    node.standbys = Standbys(["crashes"])
+    node.fill(str(script))
+    (pid,) = node.standbys.pids
+    context = node.start(str(script), redirects=Std.ALL)
+    assert context.pids() == {0: pid}
+    errors = Path(context.stderrs[0])
+    assert until(lambda: os.path.samefile(f"/proc/{pid}/fd/2", errors), 20)
+    go.touch()
+    result = context.wait(20, 0.02)
+    assert result is not None
+    assert result.failures[0].exitcode == -signal.SIGABRT
+    assert errors.read_text() == "why"
+
+
+def wrapper(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(["#!/bin/sh", *lines]))
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_variables_of_a_wrapper_and_of_an_import_stay(node: Node, script: Path) -> None:
+    node.python = wrapper(node.folder / "x", "export WRAPPED=1", f'exec {sys.executable} "$@"')
+    script.with_name("sets.py").write_text(
+        "import os; os.environ['IMPORTED'] = '2'; os.environ['HOME'] = '3'"
+    )
+    script.write_text("import os, sets; print(*map(os.getenv, ['WRAPPED', 'IMPORTED', 'HOME']))")
+    node.standbys = Standbys(["sets"])
+    for is_warm in (False, True):
+        if is_warm:
+            node.fill(str(script))
+        standbys = node.standbys.pids
+        _, printed, _ = node.end(str(script))
+        assert ([*node.contexts[-1].pids().values()] == standbys) == is_warm
+        assert printed == "1 2 3\n"
+
+
+def test_numactl_binds_a_standby(node: Node, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numa = pytest.importorskip("torch.numa.binding")
+    monkeypatch.setattr(numa, "_get_logical_cpus_to_bind_to", lambda **_: {3})
+    wrapper(node.folder / "numactl", "export BOUND=$1", "shift", 'exec "$@"')
+    monkeypatch.setenv("PATH", f"{node.folder}:{os.environ['PATH']}")
+    node.options["numa_options"] = numa.NumaOptions(numa.AffinityMode.NODE)
+    script.write_text("import os; print(os.environ['BOUND'])")
+    node.fill(str(script))
+    standbys = node.standbys.pids
+    _, printed, _ = node.end(str(script))
+    assert [*node.contexts[-1].pids().values()] == standbys
+    assert printed == "--physcpubind=3\n"
+
+
 def cold(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [it.getMessage() for it in caplog.records if "start cold" in it.getMessage()]
 
@@ -315,7 +398,7 @@ def test_a_changed_variable_starts_cold_with_one_line(
     assert sorted(node.start(str(script), ranks=2).pids().values()) == sorted(standbys)
 
 
-@pytest.mark.parametrize("why", ["killed", "gpu", "absent", "wrapper"])
+@pytest.mark.parametrize("why", ["killed", "gpu", "absent", "wrapper", "unbound"])
 def test_without_a_standby_workers_start_cold(
     node: Node,
     script: Path,
@@ -329,16 +412,18 @@ def test_without_a_standby_workers_start_cold(
             "class cuda:\n    is_initialized = staticmethod(lambda: True)"
         )
         node.standbys = Standbys(["torch"])
-    wrapper = node.folder / "python"
+    python = node.folder / "python"
     if why == "wrapper":
         monkeypatch.setattr(warm, "_ORDER_SECONDS", 0.2)
-        wrapper.write_text(f'#!/bin/sh\n[ $# = 2 ] || exec sleep 600\nexec {sys.executable} "$@"')
-        wrapper.chmod(0o700)
+        wrapper(python, "[ $# = 2 ] || exec sleep 600", f'exec {sys.executable} "$@"')
     if why in ("absent", "wrapper"):
-        node.python = str(wrapper)
+        node.python = str(python)
+    if why == "unbound":
+        # As if numactl were absent.
+        monkeypatch.setattr(warm, "get_subprocess_handler", Mock(side_effect=RuntimeError))
     node.fill(str(script))
     if why == "absent":
-        wrapper.symlink_to(sys.executable)
+        python.symlink_to(sys.executable)
     if why == "killed":
         os.kill(node.standbys.pids[0], signal.SIGKILL)
     for it in node.standbys._waiting if why != "wrapper" else ():
@@ -351,7 +436,25 @@ def test_without_a_standby_workers_start_cold(
         "gpu": "--preload initializes CUDA",
         "absent": "no standby can start: [Errno 2]",
         "wrapper": "a standby could not take over (TimeoutError(",
+        "unbound": "no standby was started",
     }[why] in "".join(cold(caplog))
+
+
+def test_an_agent_without_outputs_lends_workers_none(
+    node: Node, script: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = node.folder / "seen"
+    script.write_text(f"import sys; open('{seen}', 'w').write(str(sys.stdout))")
+    os.set_inheritable(1, False)
+    try:
+        node.fill(str(script))
+        result = node.start(str(script)).wait(20, 0.02)
+    finally:
+        os.set_inheritable(1, True)
+    assert result is not None
+    assert not result.failures
+    assert seen.read_text() == "None"
+    assert "this agent has no outputs" in "".join(cold(caplog))
 
 
 def test_the_order_may_come_while_modules_are_imported(node: Node, script: Path) -> None:
