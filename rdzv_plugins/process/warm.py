@@ -44,6 +44,8 @@ _SETTLE_SECONDS = 10.0
 _ORDER_SECONDS = 5.0
 _END_SECONDS = 1.0
 
+_STDIN = "-", "/dev/stdin"
+
 # The variables that torch's agent and this package set for each worker and round. A script reads
 # them when it makes its process groups. While modules are imported they are not set, because a
 # standby does not know its rank.
@@ -68,10 +70,12 @@ class _Plan:
 
     @staticmethod
     def of(command: Sequence[str], environment: Mapping[str, str]) -> _Plan | None:
-        """The plan of a worker's command; None: torchrun does not start Python in it."""
+        """The plan of a worker's command; None: no Python, or its script is stdin."""
         if "-u" not in command:
             return None
         cut = command.index("-u") + 1
+        if command[cut] in _STDIN:
+            return None
         lasting = {key: it for key, it in environment.items() if not _OF_A_ROUND.fullmatch(key)}
         return _Plan((*command[:cut],), lasting, (*command[cut:],))
 

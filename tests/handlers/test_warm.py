@@ -10,6 +10,7 @@ import signal
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,19 +170,19 @@ def script(tmp_path: Path) -> Path:
     return folder / "train.py"
 
 
-@pytest.fixture
-def stdin(tmp_path: Path) -> Iterator[None]:
-    """This process and its workers read a file."""
-    (tmp_path / "stdin").write_text("typed")
+@contextmanager
+def stdin(descriptor: int) -> Iterator[None]:
+    """This process and its workers read the file."""
     before = os.dup(0)
-    with open(tmp_path / "stdin") as file:
-        os.dup2(file.fileno(), 0)
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
+    try:
         yield
-    os.dup2(before, 0)
-    os.close(before)
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
 
 
-@pytest.mark.usefixtures("stdin")
 @pytest.mark.parametrize("kind", ["script", "module", "folder", "archive", "link", "safe", "low"])
 def test_a_script_finds_what_it_finds_after_a_cold_start(
     node: Node, script: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -209,14 +210,15 @@ def test_a_script_finds_what_it_finds_after_a_cold_start(
     elif kind == "safe":
         monkeypatch.setenv("PYTHONSAFEPATH", "1")
     arguments += ["--lr", "-u", "\udc80 ü"]
+    (node.folder / "input").write_text("typed")
     results = []
     for is_warm in (False, True):
-        os.lseek(0, 0, os.SEEK_SET)
-        if is_warm:
-            node.fill(*arguments, low=kind == "low")
-            if kind == "low":
-                assert until(partial(is_low, node.standbys.pids[0]), 20)
-        result, printed, errors = node.end(*arguments)
+        with stdin(os.open(node.folder / "input", os.O_RDONLY)):
+            if is_warm:
+                node.fill(*arguments, low=kind == "low")
+                if kind == "low":
+                    assert until(partial(is_low, node.standbys.pids[0]), 20)
+            result, printed, errors = node.end(*arguments)
         assert errors == ("warm\n" if is_warm else "cold\n")
         assert not result.failures
         # Loaders show their place in memory, and pipes their number.
@@ -334,6 +336,18 @@ def test_what_a_crashing_import_prints_is_in_the_workers_logs(node: Node, script
     assert result is not None
     assert result.failures[0].exitcode == -signal.SIGABRT
     assert errors.read_text() == "why"
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_a_script_from_stdin_starts_cold(node: Node, name: str) -> None:
+    node.fill(name)
+    assert not node.standbys.pids
+    read, write = os.pipe()
+    os.write(write, b"print('read')")
+    os.close(write)
+    with stdin(read):
+        _, printed, _ = node.end(name)
+    assert printed == "read\n"
 
 
 def wrapper(path: Path, *lines: str) -> str:
