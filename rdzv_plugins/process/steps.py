@@ -41,7 +41,7 @@ _STEP, _ENDED, _SAVED, _PID, _RANK, _STACKS = 0, 1, 2, 3, 4, 5
 _FIRST, _FIRST_ENDED, _IMPORTED, _SLOT = 6, 7, 8, 9
 _MOST_RANKS, _MOST_STEPS = 1024, 2**52
 _MILLISECOND = 1_000_000
-_YEAR = 365 * 24 * 3_600_000  # In milliseconds: a limit of `Resumed.kept`.
+_YEAR = 365 * 24 * 3_600_000  # In milliseconds: a limit of `Resumed.trained`.
 _BYTES = 8 * (_FIRST_SLOT + _SLOT * _MOST_RANKS)
 
 # Within this time a write is visible to every processor of the host.

@@ -19,16 +19,16 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         started: from the moment that their agent had the round until they imported this package.
         first_step: from then until each of them had finished a step.
-        lost: how many steps they repeat; less than 0: they skip steps. None: not known, because no
-            worker of their agent has trained before.
-        kept: the time from the first step of the round in which they trained before to the last
+        lost_steps: how many steps they repeat; less than 0: they skip steps. None: not known,
+            because no worker of their agent has trained before.
+        trained: the time from the first step of the round in which they trained before to the last
             step that they do not repeat; less than 0: they also repeat steps of earlier rounds.
     """
 
     started: _Count
     first_step: _Count
-    lost: _Difference | None = None
-    kept: _Difference = 0
+    lost_steps: _Difference | None = None
+    trained: _Difference = 0
 
 
 class Trained(msgspec.Struct, frozen=True):

@@ -177,13 +177,13 @@ def with_first_step(
         record.seconds or Durations(), started=started / 1000, first_step=(whole - started) / 1000
     )
     # Take the maximum: a node that was not in the round before knows only an earlier step.
-    known = [(it.lost, it.kept) for it in told if it.lost is not None]
-    lost, kept = max(known, default=(None, 0))
+    known = [(it.lost_steps, it.trained) for it in told if it.lost_steps is not None]
+    lost, trained = max(known, default=(None, 0))
     return replace(
         record,
         seconds=took,
         lost_steps=max(0, lost) if lost is not None else None,
-        trained=kept / 1000,
+        trained=trained / 1000,
     )
 
 

@@ -189,7 +189,7 @@ class TestResumed:
         # A standby may have imported the package before the round.
         train(began=50, imported=45, first=16, stepped=51)
         assert (found := agent.progress()) is not None
-        assert found.resumed == Resumed(started=0, first_step=1100, lost=10, kept=10_000)
+        assert found.resumed == Resumed(started=0, first_step=1100, lost_steps=10, trained=10_000)
         agent.end()
         # Other nodes must be able to read the record, whatever the script counts.
         train(began=70, imported=45, first=2**50, stepped=71)

@@ -160,17 +160,17 @@ def _not_to_host(
     document: RoundDocument, dials: Mapping[str, Dials], out: Mapping[str, object]
 ) -> tuple[str, ...]:
     """The nodes that must not be rank 0 of the next round, because others could not dial them."""
-    hosts, first = document.faults.not_to_host, document.participants[0]
+    not_to_host, first = document.faults.not_to_host, document.participants[0]
     dialled = {node: it.unreached for node, it in dials.items() if it.first and node not in out}
     blind = [node for node, why in dialled.items() if why]
     nobody = len(blind) == len(dialled)
     if not blind or first in out or (out and not nobody):
-        return hosts
+        return not_to_host
     # A node that cannot dial this rank 0 can usually not be dialled by it either.
-    hosts = tuple(dict.fromkeys((*hosts, first, *(() if nobody else blind))))
-    if {*document.participants} <= {*hosts}:
-        hosts = (first,)  # Each node has been rank 0.
-    return hosts[-_LINKS_KEPT:]
+    not_to_host = tuple(dict.fromkeys((*not_to_host, first, *(() if nobody else blind))))
+    if {*document.participants} <= {*not_to_host}:
+        not_to_host = (first,)  # Each node has been rank 0.
+    return not_to_host[-_LINKS_KEPT:]
 
 
 def still_not_to_host(faults: Faults) -> Faults:

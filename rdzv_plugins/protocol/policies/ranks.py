@@ -24,9 +24,9 @@ class Ranks(Policy):
 
     def choose(self, at: Situation, nodes: Sequence[str]) -> Sequence[str]:
         document, records, rank_order = at.document, at.records, at.rules.rank_order
-        hosts = able_to_host(document, records, nodes)
+        able = able_to_host(document, records, nodes)
         places = old_places(document, records) if rank_order == "topology" else None
-        return order_ranks(nodes, hosts, document.previous, rank_order, places)
+        return order_ranks(nodes, able, document.previous, rank_order, places)
 
 
 def natural_key(record: NodeRecord) -> tuple[_Key, int]:
