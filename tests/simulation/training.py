@@ -49,7 +49,7 @@ class Trainings:
         self.now, self.violated = now, violated
         self.worlds: dict[str, list[Training]] = {}
         self.saved_at: dict[str, set[int]] = {}
-        # By world and node: when the last step ended of a worker that hangs.
+        # By world and node: when the last step ended of the first worker that hangs.
         self.hung: dict[tuple[str, str], float] = {}
         self.agreed = 0
 
@@ -120,7 +120,7 @@ class Training:
         self._advance()
         rank = self._chance.choice(self.ranks)
         rank.hangs = True
-        self._all.hung[self._world, label] = rank.stepped
+        self._all.hung.setdefault((self._world, label), rank.stepped)
 
     @property
     def hangs(self) -> bool:
