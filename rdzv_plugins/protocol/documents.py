@@ -661,6 +661,7 @@ class NodeRecord(
         leaves: it leaves once the run has saved a checkpoint.
         vote: the step named for a checkpoint, and the step that its fastest worker had reached
             when all of them knew of it; it accepts if that is an earlier step.
+        agreed: the last step that it knows the run to have agreed on, should the store lose that.
         saved: the last step that all its workers have saved, plus 1; told while the run saves.
         step: the last step of its slowest worker, the milliseconds of a step (0: unknown), and the
             global rank of that worker; None: not every worker has called ``step()`` in this round.
@@ -702,6 +703,7 @@ class NodeRecord(
     was_at_fault: bool = False
     leaves: bool = False
     vote: tuple[Count, Count] | None = None
+    agreed: Count | None = None
     saved: Count = 0
     call_ends: tuple[Count, Clock] | None = None
     resumed: Resumed | None = None
@@ -749,6 +751,8 @@ class NodeRecord(
 
     def accepts(self, step: int) -> bool | None:
         """Whether its workers wait at the named ``step``; None: the node has not voted."""
+        if self.agreed == step:
+            return True
         if self.vote is None or self.vote[0] != step:
             return None
         return self.vote[1] < step

@@ -195,6 +195,7 @@ class Join:
             may_grow=False,
             leaves=False,
             vote=None,
+            agreed=None,
             saved=0,
             step=None,
             resumed=None,

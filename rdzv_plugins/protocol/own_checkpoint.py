@@ -4,7 +4,8 @@ The leader names a step ahead of the fastest rank (`policies.checkpoint`). Each 
 wait at that step, and then votes with the step that its fastest worker has reached. If that is the
 named step or a later one, the node rejects it, and the leader names another step. Once every node
 has accepted, the leader writes that the run agrees; only then does a waiting worker go on. A node
-that has accepted must wait for the leader, because another node's workers may save already.
+that has accepted must wait for the leader, because another node's workers may save already. If the
+store loses the agreement, the leader finds it in the records.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ class OwnCheckpoint:
     def __init__(self, workers: Workers, heartbeat: Heartbeat) -> None:
         self._workers = workers
         self._heartbeat = heartbeat
-        # In round `_world`: the accepted step that is still open, the steps that this node has
-        # rejected or given up, and the step that the run has agreed on.
+        # In round `_world`: the accepted step that is still open, and the steps that this node has
+        # rejected or given up.
         self._world = ""
         self._open: int | None = None
         self._rejected: set[int] = set()
-        self._agreed: int | None = None
 
     def take_up(self, document: RoundDocument | None) -> None:
         """Vote on the step that the run has named, or tell the workers the run's decision."""
@@ -35,19 +35,19 @@ class OwnCheckpoint:
         if record.status is not Status.RUN or record.world_id != document.world_id:
             return
         if self._world != document.world_id:
-            self._world, self._open, self._agreed = document.world_id, None, None
-            self._rejected = set()
+            self._world, self._open, self._rejected = document.world_id, None, set()
         saving = document.saving
         if saving is None:
-            if self._agreed is not None:
+            if record.agreed is not None:
                 self._workers.release()
             return
         if self._open is not None and self._open in saving.rejected:
             self._give_up(self._open)
         if saving.agreed and self._open == saving.step:
             self._workers.settle(saving.step, True)
-            self._open, self._agreed = None, saving.step
-        elif self._open is None and (record.vote is None or record.vote[0] != saving.step):
+            self._open = None
+            self._heartbeat.amend(agreed=saving.step)
+        elif self._open is None and record.accepts(saving.step) is None:
             self._vote(saving.step)
         if saving.agreed and not saving.saved:
             self._say_what_is_saved()

@@ -121,6 +121,24 @@ def test_a_record_that_the_store_has_lost_refuses_nothing() -> None:
     assert written(replace(here, records={"n1": here.record})) is None
 
 
+def test_what_the_store_has_lost_of_a_checkpoint_comes_back_with_the_records() -> None:
+    accepts = {"step": STEP, "vote": (152, 103)}
+    knows = {**accepts, "agreed": 152}
+    assert written(leads(ROUND, accepts)) == replace(ROUND, saving=Saving(152))
+    assert written(leads(saving(106), accepts)) == saving(152, rejected=(106,))
+    late = {"step": STEP, "vote": (106, 103)}
+    assert written(leads(RESTART, late, knows)) == saving(152, agreed=True, rejected=(106,))
+    assert written(leads(saving(), knows, silent={"n2": 9.0})) == saving(agreed=True)
+    assert written(leads(ROUND, {**knows, "saved": 153})) is None
+
+
+def test_a_step_that_was_rejected_stays_rejected() -> None:
+    knows = {"step": STEP, "vote": (152, 103), "agreed": 152}
+    after = written(leads(saving(rejected=(152,)), knows))
+    assert after is not None
+    assert after.phase is Phase.FORMING
+
+
 def test_the_run_gives_up_after_many_refusals() -> None:
     rejected = tuple(range(MOST_REJECTIONS))
     answer = {"step": STEP, "vote": (152, 160)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -65,24 +66,47 @@ def _is_possible(at: Situation) -> bool:
 def _following(view: View, at: Situation) -> Saving | None:
     """The next state of the checkpoint, by the votes of all participants."""
     saving = at.document.saving
+    records = {
+        node: record
+        for node in at.document.ranks
+        if (record := at.records.get(node)) and record.world_id == at.document.world_id
+    }
+    if (lost := _lost(saving, records.values())) is not None:
+        return lost
     if saving is None:
         if not is_wanted(view, at) or not _is_possible(at):
             return None
         return Saving(max(_ahead(view, node, at.records[node]) for node in at.document.ranks))
     if saving.saved:
         return saving if is_wanted(view, at) else None
-    records = [at.records[node] for node in at.document.ranks if node in at.records]
     if saving.agreed:
-        saved = all(it.saved > saving.step for it in records) and _is_possible(at)
+        saved = all(it.saved > saving.step for it in records.values()) and _is_possible(at)
         return replace(saving, saved=saved)
     if saving.step in saving.rejected:
         return saving
-    return _after_the_votes(at, saving, records)
-
-
-def _after_the_votes(at: Situation, saving: Saving, records: list[NodeRecord]) -> Saving:
-    if len(records) < len(at.document.ranks) and not at.absent:
+    if not records.keys() >= {*at.present}:
         return saving  # The store has lost records. They return with the next heartbeats.
+    return _after_the_votes(at, saving, records.values())
+
+
+def _lost(saving: Saving | None, records: Collection[NodeRecord]) -> Saving | None:
+    """What the document has lost of a checkpoint, by the participants' records; None: nothing.
+
+    A store that forgets may lose the document, and a node then restores an older one.
+    """
+    named = sorted({it.vote[0] for it in records if it.vote is not None})
+    if not named or all(it.saved > named[-1] for it in records):
+        return None
+    last, rejected = named[-1], {*named}
+    agreed = any(it.agreed == last for it in records)
+    if saving is not None:
+        if (saving.step, saving.agreed) >= (last, agreed) or last in saving.rejected:
+            return None
+        rejected |= {*saving.rejected, saving.step}
+    return Saving(last, agreed, rejected=tuple(sorted(rejected - {last}))[-MOST_REJECTIONS:])
+
+
+def _after_the_votes(at: Situation, saving: Saving, records: Collection[NodeRecord]) -> Saving:
     votes = [record.accepts(saving.step) for record in records]
     rejected = (*saving.rejected, saving.step)
     if not _is_possible(at) or (False in votes and len(rejected) > MOST_REJECTIONS):
