@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument(
         "--settings", nargs="+", default=(), metavar="NAME=VALUE", help="what is not to be drawn"
     )
+    parser.add_argument("--notices", action="store_true", help="ask for many checkpoints")
     parser.add_argument(
         "--mutants",
         nargs="*",
@@ -42,7 +43,8 @@ def main() -> int:
     )
     parser.add_argument("--page", type=Path, help="write the docs' page here")
     options = parser.parse_args()
-    focus = Focus(kinds=tuple(options.kinds), settings=dict(map(_setting, options.settings)))
+    settings = dict(map(_setting, options.settings))
+    focus = Focus(kinds=tuple(options.kinds), settings=settings, notices=options.notices)
     if options.seed is not None:
         return _show(options.seed, options.nodes, focus)
     first = new_first_seed() if options.first is None else options.first

@@ -38,6 +38,7 @@ class Totals:
     checks: int = 0
     excused: int = 0
     injected: Counter[str] = field(default_factory=Counter)
+    waited: float = 0.0
     settled: list[float] = field(default_factory=list)
     slowest: tuple[float, int] = (0.0, 0)
     failed: list[Result] = field(default_factory=list)
@@ -50,6 +51,7 @@ class Totals:
         self.checks += result.checks
         self.excused += result.excused
         self.injected += result.injected
+        self.waited = max(self.waited, result.waited)
         if result.violation:
             self.failed.append(result)
         else:
@@ -57,10 +59,14 @@ class Totals:
             self.slowest = max(self.slowest, (result.settled / result.bound, result.seed))
 
     def __str__(self) -> str:
+        asked, agreed, saved = (
+            self.injected[f"told: checkpoint {it}"] for it in ("asked for", "agreed", "saved")
+        )
         return (
             f"seeds {self.first} to {self.first + self.seeds - 1} of up to {self.most_nodes} "
             f"nodes: {len(self.failed)} failed, {self.rounds:,} rounds, {self.requests:,} "
-            f"requests, {self.checks:,} checks, {self.seconds:.0f} s"
+            f"requests, {self.checks:,} checks, {self.seconds:.0f} s; {asked:,} checkpoints asked "
+            f"for, {agreed:,} agreed, {saved:,} saved, the longest wait {self.waited:.1f} s"
         )
 
 

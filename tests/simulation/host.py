@@ -296,7 +296,9 @@ class Host:
         asks = not isinstance(self._request, effects.Park | effects.Rest)
         waits = self._request is not None and asks and now - self._asked_at > _SLOW
         return (
-            bool(self.stalls or self.cut_off or self.refused or self.grey or waits)
+            # A node whose join has failed is silent, until its agent asks again or ends.
+            self.agent is Agent.IDLE
+            or bool(self.stalls or self.cut_off or self.refused or self.grey or waits)
             or self.deaf == self._turn
             or bool(network.down or network.slow)
             or max(self.last_stall, self.track.evidence.troubled) >= since - _SLOW

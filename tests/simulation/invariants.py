@@ -99,7 +99,8 @@ INVARIANTS = {
     "the deciding node took the lead; a done node is not declared lost or left; after a listing "
     "showed a node as left or done, an older record does not make it awaited or counted again; a "
     "node is evicted at the earliest after a tenth of `rejoin_timeout`",
-    "accused": "no node that lives and reaches the store is lost by an accusation: it has not "
+    "accused": "no node that lives, takes part and reaches the store is lost by an accusation: its "
+    "join has not failed, it has not "
     "stood still, no request of it has failed, none takes a quarter of a second, and the store "
     "has lost nothing, since a document first named it",
     "at once": "where nothing else fails, a participant whose process dies a second after its "
@@ -164,7 +165,7 @@ INVARIANTS = {
     "pace": "a running round that ends for newcomers alone has run for `min_uptime`, and for the "
     "last call unless they fill it or a worker named the moment; `resize_interval` has passed "
     "since the last round with newcomers was named; and `grow` allows it (`checkpoint`: a worker's "
-    "record has named the moment)",
+    "record has named the moment, or the round has saved)",
     "one checkpoint": "if one worker of a round saves at a step, every worker that passes the step "
     "saves there; no worker waits at a step once the run stands still",
     "hang": "a round ends for a hang only if a worker of the node that it names has done no step "
@@ -884,9 +885,14 @@ class Checker:
         if alone and {*before.participants} - {*before.absent}:
             raise InvariantError("network", f"{node} wrote {show(after)} for {joined} alone")
         self.checks += 1
-        named = track.named_moment > began or any(
-            (record := evidence.seen.get(person)) is not None and record.may_grow
-            for person in before.participants
+        saved = before.saving is not None and before.saving.saved
+        named = (
+            saved
+            or track.named_moment > began
+            or any(
+                (record := evidence.seen.get(person)) is not None and record.may_grow
+                for person in before.participants
+            )
         )
         fills = after.waiters >= most(rules) - len(before.participants)
         grew = now - self._grew.get((before.incarnation, before.grew), 0.0)

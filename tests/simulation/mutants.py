@@ -70,7 +70,15 @@ from rdzv_plugins.protocol.node import Node
 from rdzv_plugins.protocol.observer import Observer
 from rdzv_plugins.protocol.own_checkpoint import OwnCheckpoint
 from rdzv_plugins.protocol.parting import Service
-from rdzv_plugins.protocol.policies import growth, kept_out, network, quarantine, ranks, selection
+from rdzv_plugins.protocol.policies import (
+    checkpoint,
+    growth,
+    kept_out,
+    network,
+    quarantine,
+    ranks,
+    selection,
+)
 from rdzv_plugins.protocol.policies.kept_out import KeptOut
 from rdzv_plugins.protocol.policies.network import Verdict, still_not_to_host
 from rdzv_plugins.protocol.policies.no_progress import NoProgress
@@ -92,7 +100,15 @@ from rdzv_plugins.protocol.rules import (
 
 from .plan import EVERYTHING, UNSTEERED, Fault, Focus
 
-__all__ = ["CALM", "MOST_SEEDS_PER_MUTANT", "MUTANTS", "Mutant", "Patch", "broken"]
+__all__ = [
+    "CALM",
+    "FORGETS_A_STEP",
+    "MOST_SEEDS_PER_MUTANT",
+    "MUTANTS",
+    "Mutant",
+    "Patch",
+    "broken",
+]
 
 # The search for a mutant begins at the seed that caught it first. After a change of the protocol's
 # requests a seed is another run, and a later seed may catch the mutant.
@@ -2354,6 +2370,23 @@ def saves_before_the_run_has_agreed(patch: Patch) -> None:
         mine._workers.settle(step, True)
 
     patch(OwnCheckpoint, "_vote", vote)
+
+
+FORGETS_A_STEP = Focus(
+    settings={
+        "nodes": 4, "max_nodes": 4, "pace": 0.1, "save_timeout": 6.0, "notices": (10.2,),
+        "unfit": 0.3, "outage_limit": 2.0, "orders": (Fault(6.8, "exclude"),),
+    },
+)  # fmt: skip
+
+
+@_mutant(
+    "checkpoint: the records bring back an agreement that the store has lost",
+    seed=8101171,
+    focus=FORGETS_A_STEP,
+)
+def forgets_the_agreement(patch: Patch) -> None:
+    patch(checkpoint, "_lost", lambda *_: None)
 
 
 _HANGS = Focus(

@@ -139,17 +139,19 @@ class Focus:
     Attributes:
         kinds: the only kinds of planned faults, each as often as it is named; none: all of them.
         settings: fields of `Plan` and of its `Rules` by name, that are not to be drawn.
+        notices: whether each run is to save often.
     """
 
     kinds: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    notices: bool = False
 
     def __str__(self) -> str:
         """As options of ``python -m tests.simulation``."""
         given = [f"{name}={value!r}" for name, value in self.settings.items()]
         kinds = ["--kinds", *self.kinds] if self.kinds else []
         settings = ["--settings", *given] if given else []
-        return shlex.join([*kinds, *settings])
+        return shlex.join([*kinds, *settings, *(["--notices"] if self.notices else [])])
 
 
 EVERYTHING = Focus()
@@ -361,6 +363,8 @@ class Plan:
             more = _at_once(random.Random(f"{seed}, at once"))
             faults = sorted((*plan.faults, *more), key=lambda fault: fault.at)
             plan = replace(plan, faults=tuple(faults))
+        if focus.notices:
+            plan = _saves_often(plan)
         of_rules = {item.name for item in fields(Rules)}
         given = {name: value for name, value in focus.settings.items() if name in of_rules}
         others = {name: value for name, value in focus.settings.items() if name not in of_rules}
@@ -522,6 +526,17 @@ def _trains(plan: Plan) -> Plan:
         hangs = sorted(chance.uniform(0.0, QUIET_AFTER) for _ in range(chance.choice((0, 1, 3))))
     plan = replace(plan, rules=rules, pace=pace)
     return replace(plan, notices=tuple(notices), hangs=tuple(hangs))
+
+
+def _saves_often(plan: Plan) -> Plan:
+    """With workers that tell their steps, and with many notices and orders to restart."""
+    chance = random.Random(f"saves of {plan.seed}")
+    rules = replace(plan.rules, save_timeout=chance.choice((2.0, 6.0, 20.0)))
+    notices = tuple(chance.uniform(0.0, QUIET_AFTER) for _ in range(chance.choice((1, 3, 5))))
+    every, pace = chance.choice((2, 3, 4)), chance.choice((0.02, 0.1, 0.5, 2.0))
+    times = (chance.uniform(it, it + every) for it in range(0, int(QUIET_AFTER), every))
+    orders = (*plan.orders, *(Fault(at, "restart") for at in times))
+    return replace(plan, rules=rules, pace=pace, notices=notices, orders=orders)
 
 
 def settling(plan: Plan) -> float:

@@ -25,8 +25,8 @@ from tests import Measure
 
 from .campaign import Totals, failure_report, run_seeds
 from .faults import FAULTS
-from .mutants import CALM, MOST_SEEDS_PER_MUTANT, MUTANTS, Mutant, Patch, broken
-from .plan import AT_ONCE, EVERYTHING, KINDS, UNSTEERED, Focus
+from .mutants import CALM, FORGETS_A_STEP, MOST_SEEDS_PER_MUTANT, MUTANTS, Mutant, Patch, broken
+from .plan import AT_ONCE, EVERYTHING, KINDS, UNSTEERED, Fault, Focus
 from .world import simulate
 
 # Other tests run at the same time.
@@ -51,6 +51,12 @@ _FORGETS = Focus(
 _FORGETS_TWICE = Focus(
     kinds=("amnesia", "partition", "close", "close"),
     settings={"rates": (1.0, 1.0), "lease": 6.0, "poll": 0.5, **_AT_ONCE.settings},
+)
+_ONCE_RESTARTED = Focus(
+    settings={"nodes": 3, "max_nodes": 3, "orders": (Fault(0.7, "restart"),)},
+)
+_GROWS_ONCE_SAVED = Focus(
+    settings={"pace": 0.02, "save_timeout": 20.0, "grow": "checkpoint", "last_call": 0.0},
 )
 FOUND = (
     (24, _AT_ONCE, "a node with other --nnodes sent requests without a pause for a lease"),
@@ -156,6 +162,9 @@ FOUND = (
     (98003969, Focus(), "the checker forgot that a refused leader says later that it is lost"),
     (99010637, Focus(), "the checker took the second worker that hung for the first"),
     (99000297, Focus(), "a leader that had not read its round's shards noted no rank's first step"),
+    (8101171, FORGETS_A_STEP, "ranks differed where the store lost the step that all agreed on"),
+    (8101114, _ONCE_RESTARTED, "the checker expected an answer of a node whose join had failed"),
+    (2, _GROWS_ONCE_SAVED, "the checker forgot that a run may grow once it has saved"),
 )
 
 

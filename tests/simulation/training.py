@@ -51,7 +51,8 @@ class Trainings:
         self.saved_at: dict[str, set[int]] = {}
         # By world and node: when the last step ended of the first worker that hangs.
         self.hung: dict[tuple[str, str], float] = {}
-        self.agreed = 0
+        # The longest that a worker waited at a step, in seconds.
+        self.waited = 0.0
 
     def judge(self, world: str, me: Rank, number: int, saves: bool) -> None:
         """A worker goes on from a step, at which it saves or does not."""
@@ -94,6 +95,7 @@ class Training:
     def end(self) -> None:
         """The workers are stopped, and what they did counts no more."""
         self._advance()
+        self._note_waits(*self.ranks)
         if self in self._all.worlds.get(self._world, ()):
             self._all.worlds[self._world].remove(self)
         self.ranks, self._proposals = [], []
@@ -169,6 +171,7 @@ class Training:
             proposal, _ = rank.waits
             if proposal.saves is None:
                 return False
+            self._note_waits(rank)
             rank.waits = None
             self._answer(rank, rank.step, proposal.saves)
             rank.ends = now + rank.pace
@@ -186,9 +189,12 @@ class Training:
         self._all.judge(self._world, rank, rank.step, False)
         return True
 
+    def _note_waits(self, *ranks: Rank) -> None:
+        waits = [self._all.now() - it.waits[1] for it in ranks if it.waits is not None]
+        self._all.waited = max([self._all.waited, *waits])
+
     def _answer(self, rank: Rank, number: int, saves: bool) -> None:
         if saves:
             rank.saves.add(number)
             rank.saved = number + 1
-            self._all.agreed += 1
         self._all.judge(self._world, rank, number, saves)

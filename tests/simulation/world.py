@@ -67,6 +67,7 @@ class Result:
         settled: seconds from the end of the faults until the run stood still.
         bound: within which it had to.
         injected: faults by kind.
+        waited: the longest that a worker waited at a step for the run, in seconds.
     """
 
     seed: int
@@ -79,6 +80,7 @@ class Result:
     checks: int = 0
     excused: int = 0
     injected: Counter[str] = field(default_factory=Counter)
+    waited: float = 0.0
     trace: list[str] = field(default_factory=list)
 
 
@@ -381,6 +383,7 @@ class World:
             self._running_since.setdefault(after.world_id, self.kernel.now)
         self._judge_accusations(was, after)
         self._judge_hang(was, after)
+        self.injected.update(_saving(after) - _saving(was))
         self.checker.wrote(host.id, was, after, evidence, self.store.epoch)
         if self.plan.ambush and self._ambushes and self.chance.random() < _AMBUSHED:
             soon = self.kernel.now + self.chance.uniform(0, 4 * self.plan.latency)
@@ -782,6 +785,13 @@ class World:
         return ""
 
 
+def _saving(document: RoundDocument | None) -> set[str]:
+    """How far the checkpoint of a round is."""
+    it = document.saving if document is not None else None
+    stages = {"asked for": it, "agreed": it and it.agreed, "saved": it and it.saved}
+    return {f"told: checkpoint {stage}" for stage, reached in stages.items() if reached}
+
+
 def _has(plan: Plan, kind: str) -> bool:
     return plan.ambush == kind or any(fault.kind == kind for fault in plan.faults)
 
@@ -813,5 +823,5 @@ def simulate(
     result.requests, result.rounds = world.requests, world.rounds
     result.given, result.checks = world.rounds_given, world.checker.checks
     result.excused, result.injected = world.checker.excused, world.injected
-    result.trace = world.trace
+    result.trace, result.waited = world.trace, world.trainings.waited
     return result
