@@ -2400,12 +2400,14 @@ _HANGS = Focus(
 )
 
 
-@_mutant("stalls: the round ends for a worker that does no step", focus=_HANGS)
+@_mutant("stalls: the round ends for a worker that does no step", seed=38, focus=_HANGS)
 def ends_no_hang(patch: Patch) -> None:
     patch(decisions, "stuck", lambda *_: None)
 
 
-@_mutant("stalls: a worker stands still for step_timeout before the round ends", focus=_HANGS)
+@_mutant(
+    "stalls: a worker stands still for step_timeout before the round ends", seed=24, focus=_HANGS
+)
 def ends_a_hang_too_soon(patch: Patch) -> None:
     def stall_of(original: Any, progress: Progress | None, rules: Rules) -> Any:
         longer = progress and replace(progress, stood=20 * progress.stood)
