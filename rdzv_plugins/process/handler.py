@@ -151,7 +151,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             port=port if rules.network_check else 0,
             link=port if rules.answer_timeout is not None else 0,
         )
-        self._steps = Steps(lambda text: self._log.warning(text))
+        self._steps = Steps(lambda text: self._log.warning(text), rules.save_timeout)
         self._node = Node(
             node_id,
             record,

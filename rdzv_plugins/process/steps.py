@@ -52,6 +52,7 @@ _PATIENCE, _SAVED_PATIENCE = 300.0, 30.0
 _PAUSE = 0.001
 # Check whether a worker has ended only after this long without a step.
 _SHORT_NANOSECONDS = 10**9
+_NEVER = 1 << 62
 
 
 class _Verdict(IntEnum):
@@ -76,18 +77,19 @@ class Steps:
 
     Args:
         warn: takes a line for the log.
+        save_timeout: seconds that workers have to save at an agreed step.
     """
 
-    def __init__(self, warn: Callable[[str], object]) -> None:
-        self._warn = warn
+    def __init__(self, warn: Callable[[str], object], save_timeout: float = 0.0) -> None:
+        self._warn, self._save_nanoseconds = warn, int(save_timeout * 1e9)
         self._warned = False
         # Only this descriptor gives access to the memory: a killed agent leaves nothing behind.
         self._memory: BinaryIO | None = None
         self._words: memoryview | None = None
         self._pace = _Pace()
         self._saved: list[int] = []
-        # Whether workers may wait at a proposal, and when the last wait ended, in nanoseconds.
-        self._holds, self._released = False, 0
+        # From when on a rank that does no step stands still: workers may wait at a proposal.
+        self._counts_from = 0
         # By slot: the worker's step when it was probed, what it did then, and its stacks.
         self._probed: dict[int, tuple[int, Doing, str]] = {}
         # When the round began, how its training began, and the steps of the round before.
@@ -112,7 +114,7 @@ class Steps:
     def begin(self, world_id: str) -> str | None:
         """The file of this round for its workers; None: there can be none."""
         self.end()
-        self._pace, self._saved, self._probed, self._holds = _Pace(), [], {}, False
+        self._pace, self._saved, self._probed, self._counts_from = _Pace(), [], {}, 0
         self._began, self._resumed = time.monotonic_ns(), None
         try:
             self._memory = open(os.memfd_create(world_id), "r+b")  # noqa: SIM115
@@ -142,9 +144,8 @@ class Steps:
         if slowest <= 0 or fastest > _MOST_STEPS:
             return None
         slow = min(slots, key=lambda it: (words[it], self._doing(it), words[it + _ENDED]))
-        stood = time.monotonic_ns() - max(words[slow + _ENDED], self._released)
-        long = stood > _SHORT_NANOSECONDS
-        if self._holds or (long and not stacks.lives(*_offer(words, slow))):
+        stood = time.monotonic_ns() - max(words[slow + _ENDED], self._counts_from)
+        if stood > _SHORT_NANOSECONDS and not stacks.lives(*_offer(words, slow)):
             stood = 0
         return Progress(
             step=slowest - 1,
@@ -207,7 +208,7 @@ class Steps:
     def propose(self, step: int) -> None:
         """See `Workers.propose`."""
         if (words := self._words) is not None:
-            self._holds = True
+            self._counts_from = _NEVER
             at = _proposal(words[_LATEST])
             words[at], words[at + 1] = step, _Verdict.OPEN
             # On some processors another process may see a later write first.
@@ -222,8 +223,7 @@ class Steps:
                 if words[_proposal(index)] == step:
                     verdict = _Verdict.AGREED if saves else _Verdict.WITHDRAWN
                     words[_proposal(index) + 1] = verdict
-            if not saves:
-                self._holds, self._released = False, time.monotonic_ns()
+            self._counts_from = time.monotonic_ns() + (self._save_nanoseconds if saves else 0)
 
     def release(self) -> None:
         """See `Workers.release`."""
@@ -231,7 +231,7 @@ class Steps:
             at = _proposal(words[_LATEST] - 1)
             if words[at + 1] == _Verdict.AGREED:
                 words[at + 1] = _Verdict.OVER
-                self._holds, self._released = False, time.monotonic_ns()
+                self._counts_from = time.monotonic_ns()
 
 
 class _Pace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,19 +74,22 @@ class Trainings:
 class Training:
     """The workers of one host; see `Workers`."""
 
-    def __init__(self, all_of_them: Trainings, chance: random.Random, pace: float) -> None:
+    def __init__(
+        self, all_of_them: Trainings, chance: random.Random, pace: float, save_timeout: float
+    ) -> None:
         self._all, self._chance, self._pace = all_of_them, chance, pace
+        self._save_timeout = save_timeout
         self.ranks: list[Rank] = []
         self._world = ""
         self._proposals: list[Proposal] = []
         self._told = 0
-        # As `Steps`: whether workers may wait for the run, and when they last could go on.
-        self._holds, self._released = False, 0.0
+        # As `Steps`: from when on a rank that does no step stands still.
+        self._counts_from = 0.0
 
     def begin(self, world: str) -> None:
         now, chance = self._all.now(), self._chance
         self._world, self._proposals, self._told = world, [], 0
-        self._holds = False
+        self._counts_from = 0.0
         self.ranks = [
             Rank(pace := self._pace * chance.uniform(0.9, 1.1), now + chance.uniform(0, 3) * pace)
             for _ in range(2)
@@ -106,13 +110,13 @@ class Training:
             return None
         steps = [rank.step for rank in self.ranks]
         slowest = min(self.ranks, key=lambda it: (it.step, it.stepped))
-        stood = self._all.now() - max(slowest.stepped, self._released)
+        stood = self._all.now() - max(slowest.stepped, self._counts_from)
         return Progress(
             step=min(steps),
             fastest=max(steps),
             milliseconds=int(1000 * self._pace),
             saved=min(rank.saved for rank in self.ranks),
-            stood=0 if self._holds else int(1000 * stood),
+            stood=int(1000 * max(0.0, stood)),
         )
 
     def probe(self) -> None: ...
@@ -130,7 +134,7 @@ class Training:
 
     def propose(self, step: int) -> None:
         self._advance()
-        self._holds = True
+        self._counts_from = math.inf
         self._proposals.append(Proposal(step))
 
     def settle(self, step: int, saves: bool) -> None:
@@ -138,13 +142,12 @@ class Training:
         for it in self._proposals:
             if it.step == step and it.saves is None:
                 it.saves = saves
-        if not saves:
-            self.release()
+        self._counts_from = self._all.now() + (self._save_timeout if saves else 0.0)
         self._advance()
 
     def release(self) -> None:
-        if self._holds:
-            self._holds, self._released = False, self._all.now()
+        if self._counts_from < math.inf:
+            self._counts_from = min(self._counts_from, self._all.now())
 
     def has_saved(self) -> bool:
         """Whether a worker has saved since the last call."""

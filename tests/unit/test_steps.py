@@ -23,7 +23,7 @@ pytestmark = pytest.mark.rule("checkpoint")
 
 @pytest.fixture
 def agent() -> Iterator[Steps]:
-    agent = Steps(pytest.fail)
+    agent = Steps(pytest.fail, save_timeout=20.0)
     yield agent
     agent.end()
 
@@ -135,9 +135,11 @@ class TestProgress:
         agent.propose(7)
         agent.settle(7, True)
         assert stood(40) == 0
+        # A save that takes longer than save_timeout is no wait any more.
+        assert stood(53) == 1500
         agent.release()
         agent.release()
-        assert stood(42) == 2000
+        assert stood(55) == 2000
         # A worker that has ended does not stand still.
         monkeypatch.setattr(stacks, "lives", lambda pid, _: pid != os.getpid())
         assert stood(60) == 0
