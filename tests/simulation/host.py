@@ -145,9 +145,12 @@ class Host:
         self.track = world.checker.host(
             node_id, record.label, address, self.clock.rate, rules, record.domain
         )
-        chance = random.Random(f"steps of {node_id}")
-        plan = world.plan
-        self.training = Training(world.trainings, chance, plan.pace, plan.rules.save_timeout)
+        self.training = Training(
+            world.trainings,
+            random.Random(f"steps of {node_id}"),
+            world.plan.pace,
+            rules.save_timeout,
+        )
         self.node = world.build(
             node_id,
             record,
