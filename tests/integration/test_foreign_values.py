@@ -405,6 +405,8 @@ def test_a_run_goes_on_and_can_be_cleaned_after_such_a_write(
         BESIDE[running_store.backend](client)[0]()
         command = ["clean", "-b", running_store.backend, "-e", running_store.endpoint, "--force"]
         conf = ",".join(f"{name}={value}" for name, value in running_store.config.items())
+        # Until a node writes again, nothing is stored: the write may come before the first history.
+        until_so(lambda: bool(client.list("")), 10)
         told = CliRunner().invoke(app, [*command, "-c", conf, run_id])
         assert told.exit_code == 0, told.output
     finally:

@@ -87,7 +87,8 @@ def test_only_what_cannot_run_here_is_left_out(name: str) -> None:
     assert left_out
     for text in left_out:
         begins = ("docker compose ", "aws ", "az ", "nats kv ", "rdzv serve quorum ", "kubectl ")
-        assert text.startswith(begins), text
+        # Hosts with such names are not here.
+        assert text.startswith(begins) or "node1,node2,node3" in text, text
 
 
 @every_page
