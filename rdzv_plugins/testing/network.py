@@ -161,7 +161,7 @@ class NetworkTests(Harness):
     ) -> None:
         client = open_through(request_timeout=REQUEST_TIMEOUT)
         waiter = Background(lambda: _wait(client, None, 2))
-        assert not waiter.done(0.2)
+        assert not waiter.done(0.2), waiter.result(0)
         getattr(proxy, away)()
         assert waiter.result(2 + REQUEST_TIMEOUT + SLACK) is None
 
