@@ -101,7 +101,7 @@ class Job(Run):
         return self.await_that(found, f"'{kind}' of a worker of {name}", timeout)
 
     def await_record(self, name: str, status: Status | None = None) -> None:
-        """Wait until an agent's own record is in the store, and says that it status this."""
+        """Wait until an agent's own record is in the store, and has this status."""
         pid = self.agents[name].pid
 
         def found() -> bool:
