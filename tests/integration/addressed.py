@@ -32,6 +32,7 @@ from tests.fleet.agents import World
 from tests.integration import forked
 from tests.integration.forked import ForkedFleet
 from tests.integration.hosts import PROGRAM, Host, Network
+from tests.integration.jobs import WORKER
 from tests.integration.stores import KINDS, running
 from tests.servers.process import find_file
 
@@ -44,8 +45,6 @@ PORT = 6000
 GLOO = {"GLOO_SOCKET_IFNAME": "eth2"}
 
 NAMED = "127.0.0.1 localhost\n::1 localhost\n10.1.0.{number} {name}\n"
-
-_WORKER = Path(__file__).with_name("worker.py")
 
 
 class Job(ForkedFleet):
@@ -77,7 +76,7 @@ class Job(ForkedFleet):
             },
             environ=environ or {},
             max_restarts=3,
-            script=("--module", "tests.fleet.train") if trains else [str(_WORKER)],
+            script=("--module", "tests.fleet.train") if trains else [str(WORKER)],
         )
 
     def start_on(self, hosts: Sequence[Host], **config: object) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import redis
 
+from tests.integration.jobs import Begin, runs
 from tests.integration.stores import KINDS, LONG, Kind, RunningStore, running, started
-from tests.integration.torchrun import Begin, runs
 from tests.integration.wheels import build
 
 # On which stores `make test` runs the tests of a file. Of other files it runs those of

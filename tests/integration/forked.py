@@ -239,7 +239,7 @@ class ForkedFleet(Fleet):
         return self.await_that(found, f"a line with {words} in the log of {name}", timeout)
 
     def let_end(self, name: str, status: int = 0) -> None:
-        """Let an agent's workers, which run `tests.integration.worker`, end by themselves."""
+        """Let an agent's workers, which run `programs.worker`, end by themselves."""
         file = self.folder / f"{name}.end"
         # Renamed, so that no worker reads it half written.
         partial = file.with_suffix(".partial")

@@ -24,7 +24,7 @@ from rdzv_plugins.testing.threads import together
 from tests import Measure
 from tests.integration.agents import Run, one_world, until
 from tests.integration.certificates import Certificates
-from tests.integration.gateway import Gateway, gateway
+from tests.integration.programs.gateway import Gateway, gateway
 from tests.integration.stores import KINDS, RunningStore, started
 
 KEYS = {"s3": "AWS_SECRET_ACCESS_KEY", "azure": "AZURE_STORAGE_ACCOUNT_KEY"}

@@ -31,9 +31,8 @@ from tests import Measure, replace
 from tests.integration import forked
 from tests.integration.agents import Run as Handlers
 from tests.integration.agents import crash
-from tests.integration.jobs import Job
+from tests.integration.jobs import LEASE, Job
 from tests.integration.stores import RunningStore, every_store
-from tests.integration.torchrun import LEASE
 
 pytestmark = pytest.mark.timeout(240)
 

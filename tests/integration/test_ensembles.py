@@ -12,9 +12,9 @@ import pytest
 
 from tests import Measure
 from tests.integration.agents import QUICK, Agent, Run, Watch, await_beats, one_world, until
+from tests.integration.jobs import LEASE, Pause
+from tests.integration.jobs import Run as TorchRun
 from tests.integration.stores import KINDS, Kind, RunningStore, started
-from tests.integration.torchrun import LEASE, Pause
-from tests.integration.torchrun import Run as TorchRun
 from tests.servers import LocalServer
 
 ENSEMBLES = [kind for kind in KINDS if kind.name in ("zookeeper", "consul", "etcd-v3", "nats")]

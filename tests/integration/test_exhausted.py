@@ -20,9 +20,8 @@ from tests.integration.exhausted import (
     no_threads,
     open_to_all,
 )
-from tests.integration.jobs import Job
+from tests.integration.jobs import LEASE, Job
 from tests.integration.stores import RunningStore, every_store
-from tests.integration.torchrun import LEASE
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -21,8 +21,8 @@ from rdzv_plugins.kv import RendezvousConnectionError
 from tests import Measure
 from tests.integration import topologies
 from tests.integration.agents import QUICK, Run, Watch, await_beats, one_world, until
+from tests.integration.jobs import Begin
 from tests.integration.stores import KINDS, RunningStore, started
-from tests.integration.torchrun import Begin
 from tests.servers import Security, ServerProcess
 from tests.servers.etcd import Etcd
 from tests.servers.http import ask

@@ -13,9 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rdzv_plugins.testing.harness import until
-from tests.integration.jobs import Job
+from tests.integration.jobs import LEASE, PATIENCE, Job
 from tests.integration.stores import RunningStore
-from tests.integration.torchrun import LEASE, PATIENCE
 
 Scrape = dict[str, float]
 

@@ -10,8 +10,8 @@ import pytest
 from tests import Measure
 from tests.integration.cut_off import SWALLOWED
 from tests.integration.hosts import play
+from tests.integration.jobs import Begin
 from tests.integration.stores import KINDS, RunningStore, absent, every_store
-from tests.integration.torchrun import Begin
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -24,9 +24,9 @@ from rdzv_plugins.protocol.rules import INLINE
 from rdzv_plugins.testing.threads import Background
 from tests import Measure
 from tests.integration import agents, forked
+from tests.integration.jobs import Begin, Run
 from tests.integration.stores import RunningStore, every_store
 from tests.integration.test_dashboard import record
-from tests.integration.torchrun import Begin, Run
 
 pytestmark = pytest.mark.timeout(240)
 

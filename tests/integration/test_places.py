@@ -10,7 +10,7 @@ from rdzv_plugins.process.worker import CurrentRound
 from rdzv_plugins.protocol.documents import NODES_PREFIX, NodeRecord, Phase
 from tests import Measure, replace
 from tests.fleet.agents import Agent
-from tests.integration.torchrun import Begin, Pause, Run
+from tests.integration.jobs import Begin, Pause, Run
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -79,7 +79,7 @@ def test_sixteen_agents_of_four_racks(begin: Begin) -> None:
         rank_order="topology",
         last_call_timeout=60,
         keep_alive_interval=3,
-        script=("--module", "tests.integration.worker"),
+        script=("--module", "tests.integration.programs.worker"),
     )
     for number in range(16):
         run.start(f"n{number}", f"127.0.1.{number + 1}", {"domain": f"s/r{number % 4}"})

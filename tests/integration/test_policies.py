@@ -8,8 +8,8 @@ import time
 import pytest
 
 from tests import Measure
+from tests.integration.jobs import Begin
 from tests.integration.stores import every_store
-from tests.integration.torchrun import Begin
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -42,12 +42,11 @@ from rdzv_plugins.testing import KeyValueConformance, Store, TorchConformance
 from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
-from tests.integration.jobs import Job
+from tests.integration.jobs import PATIENCE, Job
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.integration.test_dashboard import ask, dashboard
 from tests.integration.test_exporter import exporter, scrape
 from tests.integration.test_killed import DEFAULTS, measured
-from tests.integration.torchrun import PATIENCE
 from tests.servers import ServerProcess
 
 pytestmark = pytest.mark.timeout(240)

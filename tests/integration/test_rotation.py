@@ -20,10 +20,10 @@ from tests import Measure
 from tests.integration import topologies
 from tests.integration.administrators import ADMINISTRATORS, Administrator, administered
 from tests.integration.certificates import Certificates
+from tests.integration.jobs import Run
 from tests.integration.stores import GUARDED, Kind, RunningStore, absent, started
 from tests.integration.test_dashboard import record, write_run
 from tests.integration.test_exporter import exporter, page
-from tests.integration.torchrun import Run
 from tests.servers import NotInstalledError, Security
 from tests.servers.dynamodb import DynamoDB
 from tests.servers.process import HOST, ServerProcess, free_ports

@@ -28,8 +28,8 @@ from tests.fleet.agents import RDZV_RUN, TORCHRUN
 from tests.integration import forked
 from tests.integration.forked import Forked, is_forkable
 from tests.integration.hosts import as_pid_1
+from tests.integration.jobs import LEASE, Begin, Pause, Run, runs
 from tests.integration.stores import KINDS, RunningStore, running
-from tests.integration.torchrun import LEASE, Begin, Pause, Run, runs
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -20,8 +20,8 @@ from rdzv_plugins.settings.options import ServerOptions
 from tests import Measure
 from tests.integration.agents import Run, one_world, until
 from tests.integration.certificates import Certificates
+from tests.integration.jobs import Run as TorchRun
 from tests.integration.stores import GUARDED, KINDS, Kind, RunningStore, started
-from tests.integration.torchrun import Run as TorchRun
 
 # Far below the request timeout of 5 s: what trying again cannot mend is not tried again.
 PROMPT = 2.5

@@ -13,9 +13,9 @@ import pytest
 from rdzv_plugins.observe.history import Row
 from tests import Measure
 from tests.fleet.agents import RDZV_RUN, TORCHRUN, World
+from tests.integration.jobs import Begin, Run
 from tests.integration.stores import RunningStore
 from tests.integration.test_orders import rdzv
-from tests.integration.torchrun import Begin, Run
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -1,7 +1,7 @@
 """Real torchrun agents, TCPStore sharing as torch has it by default; nodes die.
 
 Where nodes are killed, and under torch's own handler, the workers train with torch and gloo;
-elsewhere they are those of `tests.integration.train`. Times are measured and reported; they are
+elsewhere they are those of `programs.train`. Times are measured and reported; they are
 asserted only with wide margins.
 """
 
@@ -14,16 +14,8 @@ import pytest
 
 from rdzv_plugins.protocol.documents import STATE_KEY
 from tests import Measure
+from tests.integration.jobs import ATTEMPTS, LEASE, PATIENCE, TRAINS_WITH_TORCH, Begin, Pause, Run
 from tests.integration.stores import RunningStore, every_store
-from tests.integration.torchrun import (
-    ATTEMPTS,
-    LEASE,
-    PATIENCE,
-    TRAINS_WITH_TORCH,
-    Begin,
-    Pause,
-    Run,
-)
 
 pytestmark = pytest.mark.timeout(240)
 

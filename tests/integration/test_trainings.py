@@ -9,14 +9,15 @@ import pytest
 
 from tests import Measure
 from tests.fleet.agents import RDZV_RUN, TORCHRUN
+from tests.integration.jobs import Begin
+from tests.integration.programs import PROGRAMS
 from tests.integration.stores import RunningStore
 from tests.integration.test_orders import rdzv
-from tests.integration.torchrun import Begin
 
 pytestmark = pytest.mark.timeout(240)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-WORKER = str(Path(__file__).with_name("example.py"))
+WORKER = str(PROGRAMS / "example.py")
 
 
 def drain_and_kill(

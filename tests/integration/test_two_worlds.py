@@ -24,9 +24,8 @@ from tests.integration import forked
 from tests.integration.administrators import ADMINISTRATORS, administered
 from tests.integration.agents import Run as Players
 from tests.integration.agents import crash
-from tests.integration.jobs import Job
+from tests.integration.jobs import PATIENCE, Job
 from tests.integration.stores import RunningStore, every_store, role_of_postgres
-from tests.integration.torchrun import PATIENCE
 
 pytestmark = pytest.mark.timeout(240)
 

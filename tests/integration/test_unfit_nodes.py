@@ -14,8 +14,8 @@ import pytest
 
 from tests import Measure
 from tests.integration import forked
+from tests.integration.jobs import Begin, Pause, Run
 from tests.integration.stores import RunningStore, every_store
-from tests.integration.torchrun import Begin, Pause, Run
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -12,9 +12,9 @@ import pytest
 from rdzv_plugins.process.standby import KILLED_FIRST
 from rdzv_plugins.testing.harness import until
 from tests.fleet.agents import RDZV_RUN, Agent
+from tests.integration.jobs import TRAINS, Run
 from tests.integration.stores import KINDS, RunningStore, running
 from tests.integration.test_workers_ends import live
-from tests.integration.torchrun import TRAINS, Run
 
 pytestmark = pytest.mark.timeout(200)
 

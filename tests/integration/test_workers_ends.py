@@ -22,10 +22,9 @@ from rdzv_plugins.testing.harness import until
 from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 from tests import Measure
 from tests.fleet.agents import RDZV_RUN, TORCHRUN
-from tests.integration.jobs import Job
+from tests.integration.jobs import LEASE, Job
 from tests.integration.stores import KINDS, RunningStore, running
 from tests.integration.test_run import Launch, of_a_run, said
-from tests.integration.torchrun import LEASE
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests import Measure
+from tests.integration.jobs import runs
 from tests.integration.stores import RunningStore
 from tests.integration.test_trainings import drain_and_kill
-from tests.integration.torchrun import runs
 
 
 @pytest.mark.timeout(300)

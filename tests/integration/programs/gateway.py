@@ -2,7 +2,7 @@
 
 What is signed for an Azure names no host, and is passed on as it is.
 
-``python -m tests.integration.gateway HOST PORT OPTIONS``: the options are JSON:
+``python -m tests.integration.programs.gateway HOST PORT OPTIONS``: the options are JSON:
 
 - ``drops``: names of headers, in lower case, that it does not pass on.
 - ``signs``: it signs what it passes on, as an S3 wants it.
