@@ -26,7 +26,6 @@ from rdzv_plugins.cli.options import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from types import TracebackType
 
     from rdzv_plugins.observe.inspection import Inspection
     from rdzv_plugins.protocol.documents import Exclusion, RoundDocument
@@ -384,9 +383,7 @@ class _Told:
     def __enter__(self) -> _Told:
         return self
 
-    def __exit__(
-        self, error: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Print the data, even if the command has waited too long."""
         if self._as_json and error in (None, typer.Exit):
             print_json(self._data | {"said": self._lines})

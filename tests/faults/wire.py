@@ -15,13 +15,11 @@ import random
 import select
 import socket
 import struct
-import subprocess
 import threading
 import time
 from dataclasses import dataclass
-from types import TracebackType
 
-from tests.integration.hosts import Host
+from tests.integration.hosts import Host, ip
 
 __all__ = ["EVERYBODY", "Weather", "Wire", "send_plain_frames"]
 
@@ -94,25 +92,20 @@ class Wire:
         self._outside = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
         self._outside.bind((self._end, _ETH_P_ALL))
         self._outside.setblocking(False)
-        _ip(f"link set {self._end} nomaster")
-        _ip(f"link set {self._tap} master {self._switch} up")
+        ip(f"link set {self._end} nomaster")
+        ip(f"link set {self._tap} master {self._switch} up")
         self._thread = threading.Thread(target=self._run, name=f"wire-{self._end}", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.write(self._end_now, b"x")
         self._thread.join()
         os.close(self._inside)
         self._outside.close()
         os.close(self._ended)
         os.close(self._end_now)
-        _ip(f"link set {self._end} master {self._switch}")
+        ip(f"link set {self._end} master {self._switch}")
 
     def _run(self) -> None:
         while True:
@@ -159,7 +152,3 @@ def send_plain_frames(host: Host, device: str) -> None:
             value = ctypes.create_string_buffer(struct.pack("II", setting, 0), 8)
             request = struct.pack("16sP16x", device.encode(), ctypes.addressof(value))
             fcntl.ioctl(line, _SIOCETHTOOL, request)
-
-
-def _ip(arguments: str) -> None:
-    subprocess.run(["ip", *arguments.split()], check=True)

@@ -19,7 +19,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rdzv_plugins.testing.proxy import Proxy
@@ -34,6 +33,7 @@ __all__ = [
     "as_pid_1",
     "bring_up_loopback",
     "in_namespaces",
+    "ip",
     "play",
 ]
 
@@ -73,11 +73,11 @@ class Host:
 
     def cut(self, network: int = 1) -> None:
         """Part it from the others, as a cable that is pulled out: nobody is told."""
-        _ip(f"link set v{network}h{self.number} down")
+        ip(f"link set v{network}h{self.number} down")
 
     def mend(self, network: int = 1) -> None:
         """End what `cut` began."""
-        _ip(f"link set v{network}h{self.number} up")
+        ip(f"link set v{network}h{self.number} up")
 
     def drop_between(self, ports: str) -> None:
         """Drop what comes from one of these ports to another, without a word."""
@@ -133,9 +133,9 @@ class Network:
         bring_up_loopback()
         for network in networks:
             # Else its address is the lowest of what is plugged in, and changes with that.
-            _ip(f"link add br{network} address 02:00:00:00:{network:02}:fe type bridge")
-            _ip(f"addr add 10.{network}.0.{PROGRAM}/24 dev br{network}")
-            _ip(f"link set br{network} up")
+            ip(f"link add br{network} address 02:00:00:00:{network:02}:fe type bridge")
+            ip(f"addr add 10.{network}.0.{PROGRAM}/24 dev br{network}")
+            ip(f"link set br{network} up")
         self.hosts: list[Host] = []
         for number, name in enumerate(names, start=1):
             host = Host(name, number, _new_namespaces(seconds))
@@ -148,10 +148,10 @@ class Network:
             for network in networks:
                 end, inside = f"v{network}h{number}", f"eth{network}"
                 pid = host.process.pid
-                _ip(f"link add {end} type veth peer name {inside} netns {pid}")
-                _ip(f"link set {end} master br{network} up")
+                ip(f"link add {end} type veth peer name {inside} netns {pid}")
+                ip(f"link set {end} master br{network} up")
                 if network in apart:
-                    _ip(f"link set {end} type bridge_slave isolated on")
+                    ip(f"link set {end} type bridge_slave isolated on")
                 address = f"10.{network}.0.{number}/24"
                 host.run("ip", "addr", "add", address, "dev", inside)
                 host.run("ip", "link", "set", inside, "up")
@@ -159,18 +159,13 @@ class Network:
     def __enter__(self) -> Network:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for host in self.hosts:
             host.process.kill()
             host.process.wait()
 
 
-def _ip(arguments: str) -> None:
+def ip(arguments: str) -> None:
     subprocess.run(["ip", *arguments.split()], check=True)
 
 
