@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -35,33 +36,25 @@ _LONGEST_REASON = 200
 _NO_PROGRESS = 93
 
 
+@dataclass(frozen=True)
 class Refusal:
     """Makes the exceptions of joins that end without a round.
 
-    Args:
+    Attributes:
         join_timeout: seconds.
         store_is_here: whether the store's address is loopback; may look up a name.
     """
 
-    def __init__(
-        self,
-        run_id: str,
-        node: Node,
-        client: KeyValueClient,
-        archive: Archive,
-        join_timeout: float,
-        store_is_here: Callable[[], bool],
-    ) -> None:
-        self._run_id = run_id
-        self._node = node
-        self._client = client
-        self._archive = archive
-        self._patience = join_timeout
-        self._store_is_here = store_is_here
+    run_id: str
+    node: Node
+    client: KeyValueClient
+    archive: Archive
+    join_timeout: float
+    store_is_here: Callable[[], bool]
 
     def of(self, outcome: JoinOutcome, was_in_the_run: bool) -> BaseException:
         """The exception; ``SystemExit`` if the agent should end without an error."""
-        run, latest = f"run '{self._run_id}'", self._node.latest
+        run, latest = f"run '{self.run_id}'", self.node.latest
         ended = latest.outcome if latest is not None else None
         match outcome.failure:
             case Failure.CLOSED | Failure.SPARE_CLOSED if ended is Outcome.NO_PROGRESS:
@@ -75,11 +68,11 @@ class Refusal:
                 free = self._when_free(was_in_the_run)
                 return RendezvousClosedError(f"{run} is closed{why}; {free}")
             case Failure.MISMATCH:
-                document = self._node.document
+                document = self.node.document
                 theirs = f"{document.min_nodes}:{document.max_nodes}" if document else "others"
                 return RendezvousStateError(
                     f"{run} was started with --nnodes={theirs}, this node with "
-                    f"--nnodes={self._node.rules.min_nodes}:{self._node.rules.max_nodes}; "
+                    f"--nnodes={self.node.rules.min_nodes}:{self.node.rules.max_nodes}; "
                     "use the same on every node, or another --rdzv-id"
                 )
             case Failure.TIMEOUT:
@@ -89,11 +82,11 @@ class Refusal:
         )
 
     def _of_timeout(self, outcome: JoinOutcome) -> BaseException:
-        rules, patience, more = self._node.rules, self._patience, ""
+        rules, patience, more = self.node.rules, self.join_timeout, ""
         if rules.min_nodes < rules.max_nodes and patience <= rules.last_call:
             more = f"; last_call_timeout alone is {rules.last_call:g} s"
         with suppress(OSError, RuntimeError):  # An exhausted host cannot look up the name.
-            if rules.max_nodes > 1 and self._store_is_here():
+            if rules.max_nodes > 1 and self.store_is_here():
                 more += (
                     "; the store is at loopback, so that other hosts have another one there: "
                     "for nodes on several hosts, name an address of it that all reach, unless "
@@ -104,29 +97,29 @@ class Refusal:
             nodes = str(rules.max_nodes)
         came, sentence = self._who_came(outcome)
         return RendezvousTimeoutError(
-            f"run '{self._run_id}': {came} of {nodes} nodes came within {patience:g} s, and no "
+            f"run '{self.run_id}': {came} of {nodes} nodes came within {patience:g} s, and no "
             f"round formed: {sentence}{more}"
         )
 
     def _when_free(self, was_in_the_run: bool) -> str:
-        ended = self._node.latest
+        ended = self.node.latest
         # Thousands of nodes of the run may come here at once; only newcomers ask the store.
         if ended is not None and not was_in_the_run:
             with suppress(RendezvousConnectionError, RendezvousStateError):
-                records = readable_records(self._client.list(NODES_PREFIX))
+                records = readable_records(self.client.list(NODES_PREFIX))
                 # The ages compare two hosts' clocks, which may differ by a second.
                 ages = {node: time.time() - it.at - 1.0 for node, it in records.items()}
                 working = at_work(ended, records, lambda it: is_due(ages[it], records[it]))
-                return self._archive.free_in(ended, datetime.now(UTC), working)[1]
-        return self._archive.free_now
+                return self.archive.free_in(ended, datetime.now(UTC), working)[1]
+        return self.archive.free_now
 
     def _who_came(self, outcome: JoinOutcome) -> tuple[str, str]:
         """How many nodes came for a round that did not form, and a sentence about the end."""
         said = outcome.diagnosis
         came, left, gave_up = "an unknown number", set[str](), set[str]()
         with suppress(RendezvousConnectionError):
-            records = readable_records(self._client.list(NODES_PREFIX))
-            others = [it for node, it in records.items() if node != self._node.id]
+            records = readable_records(self.client.list(NODES_PREFIX))
+            others = [it for node, it in records.items() if node != self.node.id]
             lost = said.lost.first if said is not None else ()
             asking = [it for it in others if it.asks and it.label not in lost]
             gone = [it for it in others if it.status is Status.LEFT]
@@ -141,7 +134,7 @@ class Refusal:
     def who(self, document: RoundDocument) -> Names:
         """The nodes of this round; empty if the store does not answer."""
         with suppress(RendezvousConnectionError):
-            records = readable_records(self._client.list(NODES_PREFIX))
+            records = readable_records(self.client.list(NODES_PREFIX))
             here = [it for it in records.values() if it.world_id == document.world_id]
             return Names().plus(it.label for it in sorted(here, key=lambda it: it.rank or 0))
         return NOBODY
