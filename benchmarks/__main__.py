@@ -200,11 +200,16 @@ class Bench:
                 self._form(name, target, sizes, conf, LIMIT)
                 # Redis counts its own; a quorum's members are at another address than the proxy.
                 if store and name not in ("redis", "valkey", "quorum"):
-                    self._bytes(name, target)
+                    take = partial(rendezvous.count_bytes, target, limit=LIMIT)
+                    self._take("form", name, self.plan.late[0], take)
             if store and "late" in scenarios:
                 large = self.plan.late_large if name == "redis" else ()
+
+                def late(nodes: int, processes: int) -> Sample | None:
+                    return rendezvous.late(target, nodes, processes, LIMIT, **conf)
+
                 for size in (*self.plan.late, *large):
-                    self._late(name, target, size, conf)
+                    self._take("late", name, size, late)
             if store and "life" in scenarios:
                 large_life = self.plan.life_large if name == "redis" else {}
                 for size, interval in {**self.plan.life, **large_life}.items():
@@ -212,7 +217,8 @@ class Bench:
             if store and "killed" in scenarios:
                 large = self.plan.killed_large if name == "redis" else ()
                 for size in (*self.plan.killed, *large):
-                    self._killed(name, target, size)
+                    take = partial(rendezvous.killed, target, limit=LIMIT)
+                    self._take("killed", name, size, take)
             if name == "redis" and "rest" in scenarios:
                 for size in self.plan.rest:
                     self._rest(name, target, size)
@@ -318,24 +324,10 @@ class Bench:
         """Whether rounds of all sizes came to an end; more nodes than in one that did not would
         not finish either."""
 
-        def take(nodes: int) -> Sample | None:
-            return rendezvous.form(target, nodes, self._processes(nodes), limit, **conf)
+        def take(nodes: int, processes: int) -> Sample | None:
+            return rendezvous.form(target, nodes, processes, limit, **conf)
 
         return all(self._take("form", name, size, take) for size in sizes)
-
-    def _late(self, name: str, target: Target, nodes: int, conf: Mapping[str, str]) -> None:
-        def take(nodes: int) -> Sample | None:
-            return rendezvous.late(target, nodes, self._processes(nodes), LIMIT, **conf)
-
-        self._take("late", name, nodes, take)
-
-    def _bytes(self, name: str, target: Target) -> None:
-        nodes = self.plan.late[0]
-
-        def take(nodes: int) -> Sample | None:
-            return rendezvous.count_bytes(target, nodes, self._processes(nodes), LIMIT)
-
-        self._take("form", name, nodes, take)
 
     def _life(self, name: str, target: Target, nodes: int, interval: float) -> None:
         samples: dict[str, list[Sample | None]] = defaultdict(list)
@@ -351,20 +343,14 @@ class Bench:
         for scenario, taken in samples.items():
             self._keep(scenario, name, nodes, taken)
 
-    def _killed(self, name: str, target: Target, nodes: int) -> None:
-        def take(nodes: int) -> Sample | None:
-            return rendezvous.killed(target, nodes, self._processes(nodes), LIMIT)
-
-        self._take("killed", name, nodes, take)
-
     def _take(
-        self, scenario: str, name: str, nodes: int, take: Callable[[int], Sample | None]
+        self, scenario: str, name: str, nodes: int, take: Callable[[int, int], Sample | None]
     ) -> bool:
         """Take all samples; whether any came to an end. The first failure ends a scenario."""
         samples: list[Sample | None] = []
         for _ in range(self.plan.more.get(nodes, self.plan.repeats)):
             try:
-                sample = take(nodes)
+                sample = take(nodes, self._processes(nodes))
             except FailedError as error:
                 self.console.print(f"{name} N={nodes}: {error}", style="red", markup=False)
                 sample = None
