@@ -30,7 +30,8 @@ REQUESTS: dict[str, Callable[[KeyValueClient], object]] = {
     "expire": lambda client: client.expire(60),
 }
 
-SERVER_AWAY = ["refuse", "black_hole"]
+# How `Proxy` takes the server away, and how it brings it back.
+SERVER_AWAY = {"refuse": Proxy.accept, "black_hole": Proxy.release}
 
 
 class NetworkTests(Harness):
@@ -147,10 +148,7 @@ class NetworkTests(Harness):
             assert request.done(max(0.0, deadline - time.monotonic())), f"{name} has not ended"
             with pytest.raises(RendezvousConnectionError, match=str(proxy.address[1])):
                 request.result(0)
-        if away == "refuse":
-            proxy.accept()
-        else:
-            proxy.release()
+        SERVER_AWAY[away](proxy)
         assert until(lambda: _answers(client), 10 + SLACK), "the client did not come back"
         client.put("after", b"three")
         assert present(client.get("after")).value == b"three"
@@ -196,10 +194,7 @@ class NetworkTests(Harness):
         getattr(proxy, away)()
         version = client.put("key", b"two")
         assert not waiter.done(REQUEST_TIMEOUT + 0.5)
-        if away == "refuse":
-            proxy.accept()
-        else:
-            proxy.release()
+        SERVER_AWAY[away](proxy)
         assert waiter.result(15) == Entry(b"two", version)
 
     @pytest.mark.parametrize("away", SERVER_AWAY)

@@ -11,6 +11,7 @@ import pytest
 
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError, RendezvousStateError, Version
 from rdzv_plugins.testing.harness import SLACK, Harness, Open, present, until
+from rdzv_plugins.testing.network import REQUESTS
 
 KEYS = [
     "plain",
@@ -456,18 +457,7 @@ class ReadWriteTests(Harness):
         client.interrupt()
         begun = time.monotonic()
         assert client.wait("key", None, 30) is None
-        for call in (
-            lambda: client.get("key"),
-            lambda: client.put("key", b"two"),
-            lambda: client.compare_and_set("key", b"two", None),
-            lambda: client.delete("key"),
-            lambda: client.list(""),
-            lambda: client.add("count", 1),
-            lambda: client.get_many(["key"]),
-            lambda: client.put_many({"key": b"two"}),
-            lambda: client.delete_many(["key"]),
-            lambda: client.expire(1),
-        ):
+        for request in REQUESTS.values():
             with pytest.raises(RendezvousConnectionError):
-                call()
+                request(client)
         assert time.monotonic() - begun < SLACK
