@@ -40,6 +40,13 @@ GRANTS = {
 }
 
 
+def only_on(*names: str) -> pytest.MarkDecorator:
+    kinds = [kind for kind in ADMINISTRATORS if kind.name in names]
+    return pytest.mark.parametrize(
+        "administrator", kinds, ids=lambda kind: kind.name, indirect=True
+    )
+
+
 def test_rights_that_end_while_connected(administrator: Administrator, run_id: str) -> None:
     client = administrator.store.open(run_id)
     try:
@@ -53,12 +60,7 @@ def test_rights_that_end_while_connected(administrator: Administrator, run_id: s
         client.close()
 
 
-@pytest.mark.parametrize(
-    "administrator",
-    [kind for kind in ADMINISTRATORS if kind.name != "consul"],
-    ids=lambda kind: kind.name,
-    indirect=True,
-)
+@only_on(*GRANTS.keys() - {"consul"})
 def test_who_may_write_and_not_read_finds_nothing_absent(
     administrator: Administrator, run_id: str
 ) -> None:
@@ -88,12 +90,7 @@ def test_who_may_write_and_not_read_finds_nothing_absent(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "administrator",
-    [kind for kind in ADMINISTRATORS if kind.name == "etcd-v3"],
-    ids=lambda kind: kind.name,
-    indirect=True,
-)
+@only_on("etcd-v3")
 def test_a_user_of_one_run_runs_it_and_sees_no_other(
     administrator: Administrator, run_id: str
 ) -> None:
@@ -113,13 +110,8 @@ def test_a_user_of_one_run_runs_it_and_sees_no_other(
             agent.end()
 
 
-@pytest.mark.parametrize(
-    "administrator",
-    # The others refuse a heartbeat too.
-    [kind for kind in ADMINISTRATORS if kind.name in ("redis", "etcd-v3")],
-    ids=lambda kind: kind.name,
-    indirect=True,
-)
+# The others refuse a heartbeat too.
+@only_on("redis", "etcd-v3")
 @pytest.mark.parametrize("leads", [True, False], ids=["leads", "follows"])
 @pytest.mark.parametrize("asks", [True, False], ids=["asks for a round", "runs"])
 def test_nobody_waits_for_who_may_write_and_not_read(
@@ -144,12 +136,7 @@ def test_nobody_waits_for_who_may_write_and_not_read(
             agent.end()
 
 
-@pytest.mark.parametrize(
-    "administrator",
-    [kind for kind in ADMINISTRATORS if kind.name == "etcd-v3"],
-    ids=lambda kind: kind.name,
-    indirect=True,
-)
+@only_on("etcd-v3")
 def test_a_leader_that_may_not_write_the_document_is_replaced(
     administrator: Administrator, run_id: str
 ) -> None:
@@ -181,12 +168,7 @@ def test_secret_that_ends_and_is_not_handed_out(administrator: Administrator, ru
 
 # Several hosts of Redis are Sentinels, see test_sentinel_security, or a Cluster, of whose nodes the
 # one counts that was asked last.
-@pytest.mark.parametrize(
-    "administrator",
-    [kind for kind in ADMINISTRATORS if kind.name != "redis"],
-    ids=lambda kind: kind.name,
-    indirect=True,
-)
+@only_on(*GRANTS.keys() - {"redis"})
 def test_one_server_refuses_and_another_is_away(administrator: Administrator, run_id: str) -> None:
     host = "{}:{}".format(*administrator.store.address)
     endpoint = administrator.store.endpoint.replace(host, f"127.0.0.1:1,{host}")
