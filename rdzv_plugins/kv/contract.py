@@ -29,23 +29,6 @@ from rdzv_plugins.settings.endpoint import Place, parse_endpoint
 if TYPE_CHECKING:
     from rdzv_plugins.kv.findings import Finding
 
-__all__ = [
-    "UNREADABLE",
-    "AccessDeniedError",
-    "Attendance",
-    "Capabilities",
-    "ClientClosedError",
-    "Entry",
-    "KeyValueClient",
-    "LateCredentialsError",
-    "MembersUp",
-    "RendezvousConnectionError",
-    "RendezvousError",
-    "RendezvousStateError",
-    "Version",
-    "parse_counter",
-]
-
 Version = Hashable
 """Opaque. Equal versions of a key mean equal bytes, also across deletes and restarts."""
 
