@@ -188,7 +188,7 @@ class Settings:
             raise ValueError(
                 f"option 'metrics_port': '{self.metrics_port}' must be at most {_LARGEST_PORT}"
             )
-        _refuse_both(self.page_token, "page_token_file", self.page_token_file)
+        refuse_both(self.page_token, "page_token_file", self.page_token_file)
         if self.domain is not None:
             topology.levels(self.domain)
         if self.outage_limit is not None:
@@ -297,7 +297,7 @@ class StoreOptions:
     """file whose first line is the secret; a second secret may follow while you replace it"""
 
     def __post_init__(self) -> None:
-        _refuse_both(self.secret, "secret_file", self.secret_file)
+        refuse_both(self.secret, "secret_file", self.secret_file)
         # ZooKeeper refuses an empty path segment; refuse it for every store alike.
         if not all(self.prefix.split("/")):
             raise ValueError(
@@ -354,7 +354,7 @@ class ServerOptions(StoreOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse_both(self.password, "password_file", self.password_file)
+        refuse_both(self.password, "password_file", self.password_file)
 
     def current_password(self) -> str | None:
         """The password, or the present first line of ``password_file``; None: neither is set.
@@ -388,7 +388,8 @@ def given_or_in_file(given: str | None, name: str, path: str | None) -> str | No
     return given if given is not None or path is None else first_line(name, path)
 
 
-def _refuse_both(given: str | None, name: str, path: str | None) -> None:
+def refuse_both(given: str | None, name: str, path: str | None) -> None:
+    """Raise `ValueError` if a secret is given twice: as it is, and by the option of its file."""
     if given is not None and path is not None:
         variable = f"$RDZV_PLUGINS_{name.removesuffix('_file').upper()}"
         raise ValueError(f"{name} and {variable} are both set: leave one of them out")
