@@ -236,7 +236,7 @@ class Client(EpochClient):
     def _problem(self, error: Exception) -> Problem | None:
         if isinstance(error, ssl.SSLError) and is_of_tls(str(error)):
             return tls_problem(str(error))
-        if isinstance(error, UnfitServerError):
+        if isinstance(error, PlainError):
             return Problem(str(error))
         if isinstance(error, nats.errors.Error | SilentBucketError):
             said = " ".join(str(error).split()).removeprefix("nats: ")
@@ -428,11 +428,7 @@ class Client(EpochClient):
         return self._mark if path == MARK else f"{self._mark}./{_subject(path)}"
 
 
-class UnfitServerError(Exception):
-    """The server answers, but this client cannot use it."""
-
-
-class PlainError(UnfitServerError):
+class PlainError(Exception):
     """Only one of server and client asks for TLS."""
 
 

@@ -60,10 +60,6 @@ class FullError(Exception):
     """The members have no room for the value."""
 
 
-class NoMajorityError(OSError):
-    """Too few members answer."""
-
-
 class Registers:
     """Reads and changes the members' registers; for several threads.
 
@@ -281,7 +277,7 @@ class _Links:
 
     def _why_too_few(self) -> Exception:
         few = f"{len(self._members)} of {len(self._places)} members answer"
-        return next(iter(self._refusals.values()), NoMajorityError(few))
+        return next(iter(self._refusals.values()), OSError(few))
 
     def _heed(self, limit: Limit) -> None:
         wanted = limit.wake.fd if limit.wake is not None else None
