@@ -7,7 +7,6 @@ import fcntl
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
@@ -15,6 +14,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import ifaddr
 
+from rdzv_plugins.kv.base import in_background
 from rdzv_plugins.kv.exhaustion import exhausted, require_descriptors
 from rdzv_plugins.kv.gate import is_host
 from rdzv_plugins.settings.endpoint import Place
@@ -383,18 +383,7 @@ def _binds(family: int, target: tuple[object, ...]) -> bool:
 
 def _in_time(question: Callable[[], T], otherwise: T) -> T:
     """The answer, or ``otherwise`` after 2 s: name resolution has no time-out."""
-    answers: list[T | OSError] = []
-
-    def ask() -> None:
-        try:
-            answers.append(question())
-        except OSError as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=ask, name="rdzv-resolver", daemon=True)
-    thread.start()
-    thread.join(_RESOLVER_SECONDS)
-    answer = answers[0] if answers else otherwise
-    if isinstance(answer, OSError):
-        raise answer
-    return answer
+    try:
+        return in_background("rdzv-resolver", question).result(_RESOLVER_SECONDS)
+    except TimeoutError:
+        return otherwise
