@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +31,7 @@ from rdzv_plugins.kv.contract import (
 )
 from rdzv_plugins.kv.findings import Finding
 from rdzv_plugins.kv.retry import pause_after
+from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import UnreadableFileError
 from rdzv_plugins.settings.run_ids import RESERVED
 
@@ -141,7 +141,7 @@ class SealedClient(KeyValueClient):
         self.client = client
         self._where = str(getattr(client, "where", client.name))
         self._scope = prefix, run_id
-        self._read, self._file, self._patience = secrets, file, patience
+        self._read, self._file, self._patience = FromFiles(secrets, file), file, patience
         # Other clients have these attributes on the class.
         self.name = client.name  # type: ignore[misc]
         self.heartbeat_ms = client.heartbeat_ms  # type: ignore[misc]
@@ -150,9 +150,8 @@ class SealedClient(KeyValueClient):
         self.longest_poll = client.longest_poll
         self._retries = 0
         client.on_retry = self._note_retry
-        self._version_of_file = self._stat_file()
-        self._stat_at = time.monotonic() + _LOOK_SECONDS
-        self._secrets = tuple(secrets())
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._secrets = self._found = self._read.get()
         self._seals = self._derive()
         # Whether the run is this client's own: it has read or written a valid value in `CLAIMS`.
         self._belongs = False
@@ -386,25 +385,16 @@ class SealedClient(KeyValueClient):
     def _derive(self) -> tuple[_Seal, ...]:
         return tuple(_Seal(secret, *self._scope) for secret in self._secrets)
 
-    def _stat_file(self) -> tuple[int, int, int] | None:
-        if self._file is None:
-            return None
-        with suppress(OSError):
-            found = os.stat(self._file)
-            return found.st_mtime_ns, found.st_ino, found.st_size
-        return None
-
     def _renew(self) -> None:
         """Read the secrets again if their file has changed; a missing file is being replaced."""
-        if self._file is None or (now := time.monotonic()) < self._stat_at:
+        if self._file is None or (now := time.monotonic()) < self._look_at:
             return
-        self._stat_at = now + _LOOK_SECONDS
-        version = self._stat_file()
-        if version is None or version == self._version_of_file:
-            return
+        self._look_at = now + _LOOK_SECONDS
         with suppress(UnreadableFileError):
-            found = tuple(self._read())
-            self._version_of_file = version
+            found = self._read.get()
+            if found is self._found:
+                return
+            self._found = found
             if not {*found} & {*self._secrets}:
                 # Without a common secret, nodes of one run would overwrite each other's values.
                 log.warning(

@@ -44,9 +44,9 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.retry import retry
 from rdzv_plugins.settings.endpoint import parse_endpoint, redact
+from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import OptionError, PollingOptions, UnreadableFileError, option
 from rdzv_plugins.stores._aws import files_of_aws, tell_of_session
-from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import BoundedResponse
 
 INDEX = "large_version"

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 from rdzv_plugins.kv.base import Limit, Problem, StoreClient, WokenError
 from rdzv_plugins.kv.findings import Finding, of_connection
 from rdzv_plugins.settings.endpoint import Endpoint
+from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import ServerOptions
-from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import context_if, tls_problem, unheard_alert
 

@@ -8,8 +8,8 @@ import ssl
 from functools import partial
 
 from rdzv_plugins.kv.base import Problem
+from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import ServerOptions, UnreadableFileError
-from rdzv_plugins.stores._files import FromFiles
 
 # A server that refuses a certificate sends its alert within a round trip.
 _ALERT_SECONDS = 0.5

@@ -40,8 +40,8 @@ from rdzv_plugins.kv.epochs import MARK, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
 from rdzv_plugins.kv.gate import plain
 from rdzv_plugins.settings.endpoint import Endpoint, parse_endpoint, redact
+from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import ServerOptions, given_or_in_file, option
-from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import Request, http_of, http_problem, time_of
 
 _LARGEST_VALUE = 384_000

@@ -52,6 +52,7 @@ from rdzv_plugins.kv.epochs import MARK, EpochClient
 from rdzv_plugins.kv.findings import Finding, Mark, of_version
 from rdzv_plugins.kv.retry import pause_after
 from rdzv_plugins.settings.endpoint import Place, parse_endpoint, redact
+from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import (
     OptionError,
     ServerOptions,
@@ -61,7 +62,6 @@ from rdzv_plugins.settings.options import (
 )
 from rdzv_plugins.settings.parsing import cannot_import
 from rdzv_plugins.settings.run_ids import RESERVED
-from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._http import Answer, Http, Request, Stream, http_of, http_problem, time_of
 
 log = logging.getLogger(__name__)

@@ -53,8 +53,8 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
 from rdzv_plugins.settings.endpoint import parse_endpoint, redact
+from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import ServerOptions, given_or_in_file, option, refuse_both
-from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import (
     context_if,

@@ -24,10 +24,10 @@ from typing import Any
 import boto3
 from botocore.exceptions import BotoCoreError, NoCredentialsError
 
+from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import OptionError, PollingOptions, option
 from rdzv_plugins.stores._aws import files_of_aws, tell_of_session
 from rdzv_plugins.stores._bucket import BucketClient
-from rdzv_plugins.stores._files import FromFiles
 
 # obstore asks `_Credentials` again after this time, because a file may have changed.
 _ASKED_AGAIN = timedelta(seconds=5)

@@ -68,8 +68,8 @@ from rdzv_plugins.kv.base import (
 )
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_version
 from rdzv_plugins.settings.endpoint import Endpoint, at, parse_endpoint, redact
+from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import ServerOptions, UnreadableFileError, option
-from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores._tls import context_if, is_of_tls, tls_problem
 from rdzv_plugins.stores._zookeeper_session import NotConnectedError, ReadMany, Session
 

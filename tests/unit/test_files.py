@@ -14,9 +14,9 @@ from rdzv_plugins.kv import (
     RendezvousConnectionError,
 )
 from rdzv_plugins.kv.base import Limit
+from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import ServerOptions, UnreadableFileError, first_line
 from rdzv_plugins.stores import open_run
-from rdzv_plugins.stores._files import FromFiles
 from rdzv_plugins.stores.redis import Options
 from tests.unit.test_store_client import DictClient
 

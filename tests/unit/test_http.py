@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rdzv_plugins.kv.base import Limit, Wake, WokenError
-from rdzv_plugins.stores._files import FromFiles
+from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.stores._http import Http, Request, time_of
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
