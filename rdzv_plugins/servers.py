@@ -23,8 +23,9 @@ import time
 from importlib.resources import files
 from pathlib import Path
 
-from rdzv_plugins.peers.addresses import is_loopback, is_own_ip
+from rdzv_plugins.peers.addresses import is_own_ip
 from rdzv_plugins.process.guard import Guard
+from rdzv_plugins.settings.endpoint import is_loopback
 
 __all__ = ["KINDS", "NotInstalledError", "Server", "ServerError", "start"]
 

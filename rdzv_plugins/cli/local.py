@@ -100,7 +100,7 @@ def _password(host: str) -> tuple[str | None, bool]:
     """The server's password, and whether it is a new one; None: it needs none."""
     import secrets
 
-    from rdzv_plugins.peers.addresses import is_loopback
+    from rdzv_plugins.settings.endpoint import is_loopback
     from rdzv_plugins.settings.options import ServerOptions
     from rdzv_plugins.settings.parsing import parse_options
 

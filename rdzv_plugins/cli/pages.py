@@ -44,7 +44,7 @@ def dashboard(
     _require("dashboard", "dashboard", "starlette", "uvicorn")
     from rdzv_plugins.dashboard.server import Dashboard
     from rdzv_plugins.observe.page_access import PageAccess
-    from rdzv_plugins.peers.addresses import is_loopback
+    from rdzv_plugins.settings.endpoint import is_loopback
 
     where, settings, new = _where(access), access.settings, ""
     if not is_loopback(host) and settings.current_page_token() is None:

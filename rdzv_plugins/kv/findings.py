@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from ipaddress import ip_address
 from typing import Any
 
 import msgspec
+
+from rdzv_plugins.settings.endpoint import is_loopback
 
 # The used part of a server's space from which a finding warns.
 _NEARLY_FULL = 0.9
@@ -83,7 +84,7 @@ def of_connection(
     if encrypted:
         found = "encrypted, but the server's certificate is not verified"
         return Finding(Mark.OK, "TLS", found, "tls=true and ca_file verify it", values)
-    if secret and not all(map(_is_loopback, hosts)):
+    if secret and not all(map(is_loopback, hosts)):
         found = "plain: the password can be read on its way to another host"
         return Finding(Mark.WARNING, "TLS", found, "enable TLS on the server, and here", values)
     return Finding(Mark.OK, "TLS", "plain, not encrypted", values=values)
@@ -103,10 +104,3 @@ def of_space(used: int, most: int, advice: str) -> Finding:
         found = f"{found}: little is left, and a full server takes no writes"
         return Finding(Mark.WARNING, "space", found, advice, values)
     return Finding(Mark.OK, "space", found, values=values)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

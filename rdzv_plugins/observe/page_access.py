@@ -14,7 +14,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import NamedTuple
 
-from rdzv_plugins.peers.addresses import is_loopback
+from rdzv_plugins.settings.endpoint import is_loopback
 from rdzv_plugins.settings.options import Settings, UnreadableFileError
 
 LOOPBACK = "127.0.0.1"

@@ -17,7 +17,7 @@ import ifaddr
 from rdzv_plugins.kv.base import in_background
 from rdzv_plugins.kv.exhaustion import exhausted, require_descriptors
 from rdzv_plugins.kv.gate import is_host
-from rdzv_plugins.settings.endpoint import Place
+from rdzv_plugins.settings.endpoint import Place, is_loopback
 
 T = TypeVar("T")
 Address = IPv4Address | IPv6Address
@@ -185,14 +185,6 @@ def is_out_of_reach(address: str, store_hosts: Iterable[tuple[str, int]]) -> boo
     return route is not None and not route.is_loopback
 
 
-def is_loopback(address: str) -> bool:
-    """Whether ``address`` is a loopback address, or ``localhost``; no other name is looked up."""
-    try:
-        return address == "localhost" or ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
 def is_local(address: str) -> bool:
     """Whether an address or name is this host's own. Raises OSError if it cannot be resolved."""
     found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
@@ -225,13 +217,14 @@ def host_names(local_addr: str | None, members: Iterable[str]) -> tuple[str, ...
     def is_mine(name: str) -> bool:
         return name in mine or any(is_own_ip(it) and not is_loopback(it) for it in resolved(name))
 
-    named = [it.lower() for it in members if not _is_ip(it)]
+    named = [it.lower() for it in members if not is_ip(it)]
     named = _in_time(lambda: [it for it in named if is_mine(it)], [])
     every = [*named, (local_addr or "").lower(), *sorted(mine, key=len, reverse=True)]
     return tuple(dict.fromkeys(it for it in every if is_host(it) and it != "localhost"))
 
 
-def _is_ip(host: str) -> bool:
+def is_ip(host: str) -> bool:
+    """Whether ``host`` is an IP address, not a name."""
     try:
         return bool(ip_address(host))
     except ValueError:

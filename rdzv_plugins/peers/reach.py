@@ -13,8 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from rdzv_plugins.kv import exhausted, missing_for_workers
-from rdzv_plugins.peers.addresses import gloo_address, interface_of, is_loopback
+from rdzv_plugins.peers.addresses import gloo_address, interface_of
 from rdzv_plugins.peers.exchange import dial
+from rdzv_plugins.settings.endpoint import is_loopback
 
 _DIAL_SECONDS = 5.0
 _STOP_SECONDS = 0.2

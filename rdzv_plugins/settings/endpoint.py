@@ -106,6 +106,14 @@ def at(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_loopback(address: str) -> bool:
+    """Whether ``address`` is a loopback address, or ``localhost``; no other name is looked up."""
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
 def redact(endpoint: str) -> str:
     """The endpoint with every possible secret replaced by ``***``, even if it is malformed.
 

@@ -13,8 +13,7 @@ import pytest
 import redis
 
 from rdzv_plugins.kv import KeyValueClient, RendezvousConnectionError
-from rdzv_plugins.peers.addresses import is_loopback
-from rdzv_plugins.settings.endpoint import parse_endpoint
+from rdzv_plugins.settings.endpoint import is_loopback, parse_endpoint
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.testing import Proxy, Store
 from rdzv_plugins.testing.harness import until

@@ -16,8 +16,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rdzv_plugins.peers.addresses import is_loopback
 from rdzv_plugins.servers import addresses_of
+from rdzv_plugins.settings.endpoint import is_loopback
 from tests.servers.azure import Azure
 from tests.servers.consul import Consul
 from tests.servers.dynamodb import DynamoDB

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from ipaddress import ip_address
 
 from rdzv_plugins.cli.check.job import Job
 from rdzv_plugins.health import gate_of
@@ -18,14 +17,14 @@ from rdzv_plugins.peers.addresses import (
     candidates,
     dial_self,
     is_at_loopback,
-    is_loopback,
+    is_ip,
     is_out_of_reach,
     node_address,
     resolved,
     route_to,
 )
 from rdzv_plugins.peers.reach import gloo_fault
-from rdzv_plugins.settings.endpoint import Place, at
+from rdzv_plugins.settings.endpoint import Place, at, is_loopback
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.stores import client_class
 
@@ -68,7 +67,7 @@ def check_address(job: Job, settings: Settings) -> Iterator[Finding]:
     others = [[host] for host in hosts] + [[(host, port or 1)] for host, port in job.peers]
     elsewhere = any(is_out_of_reach("localhost", other) for other in others)
     mark = Mark.OK
-    if not _is_ip(address):
+    if not is_ip(address):
         text += "; each of them must resolve that name"
     if _is_loopback(address) and (alone or not (elsewhere or job.local_addr)):
         text += "; it is loopback: only nodes on this host reach it"
@@ -134,13 +133,6 @@ def _meaning(error: Exception) -> tuple[str, str]:
     if isinstance(error, TimeoutError):
         return "is unreachable: it does not answer", "is it up, and is there a firewall in between?"
     return "is unreachable", "check the network between the hosts"
-
-
-def _is_ip(address: str) -> bool:
-    try:
-        return bool(ip_address(address).version)
-    except ValueError:
-        return False
 
 
 def _is_loopback(address: str) -> bool:

@@ -23,15 +23,8 @@ from rdzv_plugins.kv.contract import (
     RendezvousConnectionError,
 )
 from rdzv_plugins.kv.sealed import SealedClient
-from rdzv_plugins.peers.addresses import (
-    is_loopback,
-    is_own_ip,
-    listen,
-    node_address,
-    own_names,
-    resolved,
-)
-from rdzv_plugins.settings.endpoint import at
+from rdzv_plugins.peers.addresses import is_own_ip, listen, node_address, own_names, resolved
+from rdzv_plugins.settings.endpoint import at, is_loopback
 from rdzv_plugins.stores.quorum.members import Members
 from rdzv_plugins.stores.quorum.server import MemberThread
 from rdzv_plugins.stores.quorum.wire import ALIKE, OtherClusterError, SecretError, identify
