@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import threading
-import unicodedata
 from collections.abc import Callable
 from typing import Protocol
+
+from rdzv_plugins.kv.gate import plain
 
 _LONGEST_REASON = 200
 
@@ -59,8 +60,6 @@ class CallCheck:
 def last_line(text: str) -> str:
     """The last line that is not blank, without terminal codes."""
     for line in reversed(text.splitlines()):
-        plain = _COLOURS.sub("", line)
-        shown = "".join(" " if unicodedata.category(it)[0] in "CZ" else it for it in plain)
-        if words := " ".join(shown.split()):
-            return words if len(words) <= _LONGEST_REASON else f"{words[: _LONGEST_REASON - 1]}…"
+        if shown := plain(" ".join(_COLOURS.sub("", line).split()), _LONGEST_REASON):
+            return shown
     return ""
