@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from rdzv_plugins.protocol.documents import Accusation, NodeRecord, RoundDocument
+from rdzv_plugins.protocol.documents import Accusation, NodeRecord, Phase, RoundDocument
 from rdzv_plugins.protocol.rules import View
 
 # Ignore accusations against at least _FEWEST nodes if these are over 1/_LARGE_PART of all.
@@ -24,20 +24,30 @@ _LARGE_PART, _FEWEST = 3, 8
 _MOST_NAMED = 64
 # An accused node has this many times the larger delay of itself and of this node to answer.
 _TIMES = 4.0
+# A node that waits for rank 0 in a network check reads the document only once a second; clocks
+# differ.
+_CHECK_SECONDS = 2.0
 
 
 def answered_within(view: View, record: NodeRecord) -> float:
     """Seconds within which a live accused node answers."""
-    return _least(view) + _TIMES * max(view.latency, record.slow / 1000)
+    return _least(view, record) + _TIMES * max(view.latency, record.slow / 1000)
 
 
-def _least(view: View) -> float:
-    return (view.rules.answer_timeout or 0.0) + view.lag
+def _least(view: View, record: NodeRecord) -> float:
+    document = view.document
+    checks = (
+        document is not None
+        and document.phase is Phase.CONFIRMING
+        and record.port > 0
+        and record.world_id != document.world_id
+    )
+    return (view.rules.answer_timeout or 0.0) + view.lag + (_CHECK_SECONDS if checks else 0.0)
 
 
 def until_answered(view: View, node: str, record: NodeRecord) -> float:
     """Seconds until the next look at an accused node's answer; 0: it did not answer in time."""
-    silence, least = view.unanswered.get(node, 0.0), _least(view)
+    silence, least = view.unanswered.get(node, 0.0), _least(view, record)
     # Wait `_least` first, because `View.latency` is only known after a wait.
     return max(0.0, (least if silence < least else answered_within(view, record)) - silence)
 

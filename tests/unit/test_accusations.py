@@ -172,6 +172,24 @@ def test_one_that_lives_answers_and_stays(crowd: Crowd, name: str) -> None:
     assert all(len(member.given) == 1 for member in crowd.members.values())
 
 
+def test_one_that_waits_for_rank_0_in_a_network_check_has_time_to_answer(crowd: Crowd) -> None:
+    members = begin(crowd, replace(RULES, network_check=True), ("n2", "n1", "n3", "n4"))
+    for member in members:
+        member.master = None
+    members[0].ask()
+    crowd.play(1.5)
+    assert (document(crowd).leader, document(crowd).participants) == ("n2", NAMES)
+    accuser, before = crowd.members["n4"].node.neighbours, record(crowd, "n3").beat
+    accuser.report_dead("n3")
+    crowd.play(4.0)
+    assert record(crowd, "n3").beat > before
+    assert (document(crowd).round, document(crowd).phase) == (1, Phase.CONFIRMING)
+    # And one that is killed is lost sooner than by its lease still.
+    crowd.members["n3"].crash()
+    accuser.report_dead("n3")
+    crowd.play_until(lambda: "n3" not in document(crowd).participants, 4.0)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_one_for_whom_alone_the_store_is_far_has_time_to_answer(crowd: Crowd, name: str) -> None:
     """It says so in its record: to whoever judges it the store is near."""
