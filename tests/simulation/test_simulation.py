@@ -164,6 +164,7 @@ FOUND = (
     (99010637, Focus(), "the checker took the second worker that hung for the first"),
     (99000297, Focus(), "a leader that had not read its round's shards noted no rank's first step"),
     (99001146, Focus(), "who waited for rank 0 in a network check answered no accusation in time"),
+    (98000998, Focus(), "the checker forgot that done nodes wait for one whose agent hangs"),
     (8101171, FORGETS_A_STEP, "ranks differed where the store lost the step that all agreed on"),
     (8101114, _ONCE_RESTARTED, "the checker expected an answer of a node whose join had failed"),
     (2, _GROWS_ONCE_SAVED, "the checker forgot that a run may grow once it has saved"),

@@ -224,6 +224,15 @@ class World:
         forgets = _has(self.plan, "fail-over") or _has(self.plan, "amnesia")
         return forgets and known.outcome in (Ended.SUCCEEDED, Ended.CLOSED)
 
+    def _is_held(self, host: Host) -> bool:
+        """Whether it is done, and waits for an agent that hangs, as torch does for 300 s."""
+        document = self.document
+        if host.agent is not Agent.BARRIER or document is None or host.id not in document.ranks:
+            return False
+        counted = {*document.participants} - {*document.absent}
+        hung = (it for it in self.hosts if it.wedged and it.agent is Agent.STOPPING)
+        return any(it.id in counted for it in hung)
+
     def domain(self, address: str) -> str | None:
         """Where the machine of this address is."""
         domains, number = self.plan.domains, int(address.removeprefix("host"))
@@ -719,7 +728,7 @@ class World:
         """What keeps the run from standing still; empty: nothing."""
         document = self.document
         alive = [host for host in self.hosts if host.alive and not host.wedged]
-        alive = [host for host in alive if not self._runs_on(host)]
+        alive = [host for host in alive if not self._runs_on(host) and not self._is_held(host)]
         if all(host.grey for host in alive):
             return ""  # None of them can lead; that their joins end is looked at elsewhere.
         for host in alive:
