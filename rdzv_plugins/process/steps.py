@@ -24,6 +24,7 @@ import os
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from itertools import zip_longest
 from typing import BinaryIO
 
 import rdzv_plugins
@@ -203,7 +204,7 @@ class Steps:
         if words is None or not words[_RANKS]:
             return False
         before, self._saved = self._saved, [words[at + _SAVED] for at in _slots(words)]
-        return self._saved != before and any(self._saved)
+        return any(now and now != was for now, was in zip_longest(self._saved, before))
 
     def propose(self, step: int) -> None:
         """See `Workers.propose`."""
@@ -288,6 +289,8 @@ class Slot:
         if not words[slot]:
             words[slot + _FIRST], words[slot + _FIRST_ENDED] = number, ended
             words[slot + _IMPORTED] = rdzv_plugins._imported
+        if number + 1 < words[slot]:
+            words[slot + _SAVED] = 0  # Steps have jumped back, so a later step may come once more.
         words[slot] = number + 1
         if (latest := words[_LATEST]) != self._passed:
             self._meet(number, latest)

@@ -662,7 +662,8 @@ class NodeRecord(
         vote: the step named for a checkpoint, and the step that its fastest worker had reached
             when all of them knew of it; it accepts if that is an earlier step.
         agreed: the last step that it knows the run to have agreed on, should the store lose that.
-        saved: the last step that all its workers have saved, plus 1; told while the run saves.
+        saved: the last step that all its workers have saved, plus 1, once that is ``agreed`` or a
+            later one; 0: not yet.
         step: the last step of its slowest worker, the milliseconds of a step (0: unknown), and the
             global rank of that worker; None: not every worker has called ``step()`` in this round.
         stall: milliseconds since that step, and a `progress.Doing`; None: the step is recent.

@@ -46,11 +46,11 @@ class OwnCheckpoint:
         if saving.agreed and self._open == saving.step:
             self._workers.settle(saving.step, True)
             self._open = None
-            self._heartbeat.amend(agreed=saving.step)
+            self._heartbeat.amend(agreed=saving.step, saved=0)
         elif self._open is None and record.accepts(saving.step) is None:
             self._vote(saving.step)
         if saving.agreed and not saving.saved:
-            self._say_what_is_saved()
+            self._say_what_is_saved(saving.step)
 
     def _vote(self, step: int) -> None:
         progress: Progress | None = None
@@ -69,7 +69,7 @@ class OwnCheckpoint:
         self._rejected.add(step)
         self._open = None
 
-    def _say_what_is_saved(self) -> None:
+    def _say_what_is_saved(self, step: int) -> None:
         progress = self._workers.progress()
-        if progress is not None and progress.saved > self._heartbeat.record.saved:
+        if progress is not None and self._heartbeat.record.saved <= step < progress.saved:
             self._heartbeat.change(rings=True, saved=progress.saved)

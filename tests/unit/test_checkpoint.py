@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
+from rdzv_plugins.kv import MemoryServer
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import Phase, RoundDocument, Saving, Status
 from rdzv_plugins.protocol.failure_detector import Watched
+from rdzv_plugins.protocol.own_checkpoint import OwnCheckpoint
 from rdzv_plugins.protocol.policies.checkpoint import MOST_REJECTIONS
+from rdzv_plugins.protocol.progress import Progress
 from rdzv_plugins.protocol.rules import View, Wait
 from tests import replace
 
+from .life import Life, Time
 from .views import RULES, document, record, running, view
 
 pytestmark = pytest.mark.rule("checkpoint")
@@ -152,11 +156,34 @@ def test_the_run_gives_up_after_many_refusals() -> None:
 
 @pytest.mark.parametrize(("saved", "then"), [(152, False), (153, True)])
 def test_the_round_ends_once_every_rank_has_saved(saved: int, then: bool) -> None:
-    here = leads(saving(agreed=True), {"step": STEP, "saved": 153}, {"step": STEP, "saved": saved})
+    knows = {"step": STEP, "agreed": 152}
+    here = leads(saving(agreed=True), {**knows, "saved": 153}, {**knows, "saved": saved})
     assert (written(here) == saving(agreed=True, saved=True)) is then
     after = written(leads(saving(agreed=True, saved=True), {"step": STEP}))
     assert after is not None
     assert (after.phase, after.saving) == (Phase.FORMING, None)
+
+
+def test_a_save_from_before_steps_jumped_back_does_not_count_for_an_earlier_step() -> None:
+    life = Life("n1", MemoryServer(), Time(), RULES)
+    heartbeat, workers = life.node._heartbeat, life.workers
+    checkpoint = OwnCheckpoint(workers, heartbeat)
+    heartbeat.amend(status=Status.RUN, world_id=ROUND.world_id)
+
+    def is_saved(step: int) -> bool:
+        told = {"step": STEP, "agreed": heartbeat.record.agreed, "saved": heartbeat.record.saved}
+        return written(leads(saving(step, agreed=True), told)) is not None
+
+    for step in (100, 20):
+        workers.found = Progress(step - 10, step - 10)
+        checkpoint.take_up(saving(step))
+        assert not is_saved(step), "the node does not know yet that the run has agreed"
+        checkpoint.take_up(saving(step, agreed=True))
+        assert not is_saved(step)
+        workers.found = Progress(step, step, saved=step + 1)
+        checkpoint.take_up(saving(step, agreed=True))
+        assert is_saved(step)
+        checkpoint.take_up(ROUND)
 
 
 @pytest.mark.parametrize(("seconds", "then"), [(59.0, False), (60.0, True)])

@@ -60,6 +60,20 @@ class TestProgress:
         assert (found := agent.progress()) is not None
         assert found.saved == 6
 
+    def test_steps_that_jump_back_are_saved_once_more(self, agent: Steps) -> None:
+        first, second = each = slots(agent)
+        for slot in each:
+            slot.step(100)
+            slot.saved(100)
+        assert agent.has_saved()
+        first.step(10)
+        assert not agent.has_saved(), "the other rank saved at 100, which was told"
+        second.step(10)
+        for slot in each:
+            slot.step(100)
+        assert (found := agent.progress()) is not None
+        assert found.saved == 0
+
     def test_a_round_begins_with_no_steps_and_leaves_no_file(
         self, agent: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

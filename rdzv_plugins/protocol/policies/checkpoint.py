@@ -80,8 +80,9 @@ def _following(view: View, at: Situation) -> Saving | None:
     if saving.saved:
         return saving if is_wanted(view, at) else None
     if saving.agreed:
-        saved = all(it.saved > saving.step for it in records.values()) and _is_possible(at)
-        return replace(saving, saved=saved)
+        # `saved` of a node that does not know of the agreement is about an earlier one.
+        saved = all(it.agreed == saving.step < it.saved for it in records.values())
+        return replace(saving, saved=saved and _is_possible(at))
     if saving.step in saving.rejected:
         return saving
     if not records.keys() >= {*at.present}:
