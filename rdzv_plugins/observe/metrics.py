@@ -285,7 +285,7 @@ class Report:
         now, longest = time.monotonic(), self._rules.lease + self._rules.interval
         if self._lived_at is None:
             return True, "the agent has not asked for a round yet"
-        if now - self._lived_at > longest + self._rules.request:
+        if now - self._lived_at > longest + self._rules.request_timeout:
             return False, f"the node has stood still for {now - self._lived_at:.0f} s"
         if self._away_at is not None:
             return True, "the store is away; this node keeps trying"

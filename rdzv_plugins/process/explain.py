@@ -83,8 +83,8 @@ class Refusal:
 
     def _of_timeout(self, outcome: JoinOutcome) -> BaseException:
         rules, patience, more = self.node.rules, self.join_timeout, ""
-        if rules.min_nodes < rules.max_nodes and patience <= rules.last_call:
-            more = f"; last_call_timeout alone is {rules.last_call:g} s"
+        if rules.min_nodes < rules.max_nodes and patience <= rules.last_call_timeout:
+            more = f"; last_call_timeout alone is {rules.last_call_timeout:g} s"
         with suppress(OSError, RuntimeError):  # An exhausted host cannot look up the name.
             if rules.max_nodes > 1 and self.store_is_here():
                 more += (

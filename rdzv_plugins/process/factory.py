@@ -299,14 +299,13 @@ def rules_of(
         max_nodes=max_nodes,
         lease=settings.lease,
         interval=settings.keep_alive_interval,
-        last_call=settings.last_call_timeout,
-        replacement=settings.replacement_timeout,
-        request=settings.request_timeout,
+        last_call_timeout=settings.last_call_timeout,
+        request_timeout=settings.request_timeout,
         # Shorter than the join_timeout of the nodes that wait.
-        rejoin=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
+        rejoin_timeout=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
         outage_limit=settings.patience_in_an_outage,
         answer_timeout=answer_timeout,
         sweep_after=settings.sweep_after,
-        abandoned=max(settings.abandoned_ttl, 4 * settings.lease),
+        abandoned_ttl=max(settings.abandoned_ttl, 4 * settings.lease),
         **{name: getattr(settings, name) for name in of_run & {it.name for it in fields(Rules)}},
     )

@@ -608,7 +608,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         if self._attendance is not None:
             self._hasten(self._attendance, at_exit)
         # At exit several handlers end one after another; none waits for a store that is away.
-        gives_up = at_exit and self._driver.outage_seconds > self._node.rules.request
+        gives_up = at_exit and self._driver.outage_seconds > self._node.rules.request_timeout
 
         def leave() -> None:
             if self._node.latest is not None and self._node.latest.closed:

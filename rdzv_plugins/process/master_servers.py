@@ -102,7 +102,7 @@ class MasterServers:
         """
         try:
             if not is_local(self._address):
-                dial_self(self._address, self._rules.request, self._ports)
+                dial_self(self._address, self._rules.request_timeout, self._ports)
         except (OSError, UnicodeError) as error:
             if (missing := exhausted(error)) is not None:
                 raise missing from None

@@ -89,8 +89,8 @@ _TURN_SECONDS = 0.05
 # The limit of the exponent in `_spread`: max_nodes comes from the store, and is not trusted.
 _STEEPEST = 30.0
 
-# If spares fill the round, the leader waits only this share of `Rules.rejoin` for participants that
-# do not ask for it.
+# If spares fill the round, the leader waits only this share of `rejoin_timeout` for participants
+# that do not ask for it.
 _SPARES_SUFFICE = 0.1
 
 # A large part of the world is more than one in _LARGE_PART nodes, and at least _FEWEST_DOUBTED.
@@ -664,7 +664,7 @@ _FORMING: tuple[_Leads, ...] = (
 
 def rejoin_patience(rules: Rules, size: int) -> float:
     """Seconds that a round of ``size`` nodes waits for a live participant of the last round."""
-    return rules.rejoin * (_SPARES_SUFFICE if size >= Sizes.of(rules).most else 1.0)
+    return rules.rejoin_timeout * (_SPARES_SUFFICE if size >= Sizes.of(rules).most else 1.0)
 
 
 # Rows for the leader while a round is confirmed.

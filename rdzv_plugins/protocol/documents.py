@@ -394,7 +394,7 @@ class Shards(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     digest: Key
     size: Nodes
-    shards: Nodes
+    count: Nodes
     ranks: dict[str, int] | None = None
 
 
@@ -613,8 +613,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.schema != SCHEMA:
             return f"schema {self.schema}"
         for shards in self.rosters:
-            if not 0 < shards.shards <= min(shards.size, _MOST_SHARDS):
-                return f"{shards.size} nodes in {shards.shards} shards"
+            if not 0 < shards.count <= min(shards.size, _MOST_SHARDS):
+                return f"{shards.size} nodes in {shards.count} shards"
         named = self.phase in (Phase.CONFIRMING, Phase.RUNNING)
         if named and (self.size == 0 or len({*self.participants}) != len(self.participants)):
             return f"{len(self.participants)} participants while {self.phase}, some of them twice"

@@ -111,7 +111,7 @@ class Lead:
     def set_deadline(self) -> Effects[None]:
         """Set the run's deadline when this node stops leading: no other node may be left."""
         if not self._expires:
-            yield from Expire(self._rules.abandoned)
+            yield from Expire(self._rules.abandoned_ttl)
 
     def record_round(self) -> Effects[bool]:
         """Record a running round and delete earlier rounds; in a later call, record its first step.
@@ -155,9 +155,9 @@ class Lead:
         assert document is not None
         if self._clock() >= self._expiry_due:
             # Without a leader that renews this deadline, the run's keys expire.
-            yield from Expire(self._rules.abandoned)
+            yield from Expire(self._rules.abandoned_ttl)
             self._expires = True
-            self._expiry_due = self._clock() + self._rules.abandoned / _RENEWALS
+            self._expiry_due = self._clock() + self._rules.abandoned_ttl / _RENEWALS
             return True
         waits = document.phase in (Phase.FORMING, Phase.CONFIRMING)
         age = self._clock() - self._seen.since.document

@@ -55,7 +55,7 @@ def _split(
     incarnation: str, nodes: tuple[str, ...], inline: int
 ) -> tuple[Shards, dict[str, bytes]]:
     count = -(-len(nodes) // max(1, inline))
-    shards = Shards(digest=digest_of(incarnation, nodes), size=len(nodes), shards=count)
+    shards = Shards(digest=digest_of(incarnation, nodes), size=len(nodes), count=count)
     parts: list[dict[str, int]] = [{} for _ in range(count)]
     for rank, node in enumerate(nodes):
         parts[_number(shards, node)][node] = rank
@@ -93,7 +93,7 @@ class ShardKeys:
 
 def _keys(incarnation: str, shards: Shards) -> list[str]:
     prefix = _prefix(incarnation, shards)
-    return [f"{prefix}{number}" for number in range(shards.shards)]
+    return [f"{prefix}{number}" for number in range(shards.count)]
 
 
 def prefixes(document: RoundDocument) -> list[str]:
@@ -136,7 +136,7 @@ def shard_mates(document: RoundDocument, node: str, inline: int) -> tuple[str, .
 
 
 def _number(shards: Shards, node: str) -> int:
-    return zlib.crc32(node.encode(errors="backslashreplace")) % shards.shards
+    return zlib.crc32(node.encode(errors="backslashreplace")) % shards.count
 
 
 def ranks_in(entry: Entry | None) -> dict[str, int] | None:

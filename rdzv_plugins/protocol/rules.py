@@ -27,11 +27,12 @@ class Rules:
     """The settings of a run that its protocol depends on; times in seconds.
 
     Attributes:
-        request: the longest time that a request to the store takes, with its retries.
-        rejoin: how long a live participant may take to ask for the next round.
+        request_timeout: the longest time that a request to the store takes, with its retries.
+        rejoin_timeout: how long a live participant may take to ask for the next round.
         sweep_after: how long the keys of a closed run stay.
-        abandoned: how long the keys of a run without a leader stay.
-        replacement: how long a restart waits for a replacement of a lost node; None: ``last_call``.
+        abandoned_ttl: how long the keys of a run without a leader stay.
+        replacement_timeout: how long a restart waits for a replacement of a lost node; None:
+            ``last_call_timeout``.
         quarantine_after: rounds that a host may end within ``quarantine_window`` before it is kept
             out; 0: any number; None: three, and only losses count.
         inline: the most node ids that the document holds itself; a larger round is split into
@@ -54,14 +55,14 @@ class Rules:
     max_nodes: int
     lease: float
     interval: float
-    last_call: float
+    last_call_timeout: float
     restart_on_loss: bool = True
     rank_order: str = "natural"
-    request: float = 5.0
-    rejoin: float = 480.0
+    request_timeout: float = 5.0
+    rejoin_timeout: float = 480.0
     sweep_after: float = 60.0
-    abandoned: float = 3600.0
-    replacement: float | None = None
+    abandoned_ttl: float = 3600.0
+    replacement_timeout: float | None = None
     min_uptime: float = 0.0
     resize_interval: float = 0.0
     grow: str = "now"
@@ -89,7 +90,7 @@ class Rules:
             max_nodes=document.max_nodes,
             lease=leader.lease if leader is not None else 0.0,
             interval=leader.interval if leader is not None else 0.0,
-            last_call=0.0,
+            last_call_timeout=0.0,
         )
         for name, text in _IN_POLICY.findall(leader.policy if leader is not None else ""):
             if name not in _OPTIONS:

@@ -67,7 +67,11 @@ class Peer:
         interval = lease / 3
         settings = Settings(keep_alive_interval=interval, join_timeout=LONG, closed_ttl=LONG)
         rules = Rules(
-            min_nodes=nodes[0], max_nodes=nodes[1], lease=lease, interval=interval, last_call=0.05
+            min_nodes=nodes[0],
+            max_nodes=nodes[1],
+            lease=lease,
+            interval=interval,
+            last_call_timeout=0.05,
         )
         archive = Archive(partial(MemoryClient, server), "run", history_ttl=3600.0)
         self.handler = StoreRendezvousHandler(

@@ -841,7 +841,7 @@ class Host:
     @property
     def _tells_within(self) -> float:
         """How long it may take until the nodes of a round know of each other how they stand."""
-        return 1.1 * self.rules.interval + 2 * self.world.plan.request_timeout
+        return 1.1 * self.rules.interval + 2 * self.world.plan.rules.request_timeout
 
     @property
     def _others_go_on(self) -> bool:

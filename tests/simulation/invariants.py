@@ -841,13 +841,17 @@ class Checker:
         """Seconds that a round waits for more nodes than the minimum."""
         rules, cause = self._rules, named.cause
         if named.round == 0:
-            return rules.last_call
+            return rules.last_call_timeout
         gone = (before.cause.lost, before.cause.left, before.cause.evicted)
         if len(named.participants) >= len(before.previous) + sum(it.count for it in gone):
             return 0.0  # Each is replaced.
         if not (cause.lost or cause.left or cause.evicted):
             return 0.0
-        return rules.last_call if rules.replacement is None else rules.replacement
+        return (
+            rules.last_call_timeout
+            if rules.replacement_timeout is None
+            else rules.replacement_timeout
+        )
 
     def _judge_pace(
         self,
@@ -898,7 +902,7 @@ class Checker:
         grew = now - self._grew.get((before.incarnation, before.grew), 0.0)
         for least, passed, option in (
             (rules.min_uptime, ran, "min_uptime"),
-            (0.0 if named or fills else rules.last_call, ran, "last_call"),
+            (0.0 if named or fills else rules.last_call_timeout, ran, "last_call_timeout"),
             (rules.resize_interval, grew, "resize_interval"),
         ):
             if passed < least / track.rate - _ROUNDING:
@@ -1153,7 +1157,7 @@ class Checker:
         if waited := {it for it in evicted if _is_unfit(track.evidence, it)}:
             raise InvariantError("health", f"{node} waited for {_names(waited)}: {show(after)}")
         began = self._forming.get((after.incarnation, after.round), self._now())
-        patience = 0.1 * self._rules.rejoin / track.rate
+        patience = 0.1 * self._rules.rejoin_timeout / track.rate
         if self._now() - began < patience - _ROUNDING:
             raise InvariantError(
                 "evidence", f"{node} evicted {_names(evicted)} in {show(after)} at once"

@@ -373,7 +373,7 @@ def _all_fail(failing: str) -> Focus:
     return Focus(kinds=("newcomer",), settings=settings)
 
 
-_GROWS = {"min_nodes": 1, "max_nodes": 12, "last_call": 0.0}
+_GROWS = {"min_nodes": 1, "max_nodes": 12, "last_call_timeout": 0.0}
 
 
 def _grows(**settings: Any) -> Focus:
@@ -809,7 +809,7 @@ def strays_unseen(patch: Patch) -> None:
     seed=4246,
     focus=Focus(
         kinds=("amnesia", "amnesia", "partition", "worker failure"),
-        settings={"stop": 0.05, "max_restarts": 100, "last_call": 0.0, "min_nodes": 1},
+        settings={"stop": 0.05, "max_restarts": 100, "last_call_timeout": 0.0, "min_nodes": 1},
     ),
 )
 def numbers_from_zero(patch: Patch) -> None:
@@ -2089,7 +2089,7 @@ def _tokens(patch: Patch, token: Callable[[View, RoundDocument], int]) -> None:
 @_mutant(
     "fencing token: a fencing token grows with each round, whatever the clocks of leaders show",
     seed=42,
-    focus=Focus(kinds=("leave", "newcomer"), settings={"last_call": 0.0, "min_nodes": 1}),
+    focus=Focus(kinds=("leave", "newcomer"), settings={"last_call_timeout": 0.0, "min_nodes": 1}),
 )
 def token_by_the_clock(patch: Patch) -> None:
     _tokens(patch, lambda view, document: int(view.wall * 1000))
@@ -2134,10 +2134,10 @@ def grows_too_often(patch: Patch) -> None:
 
 @_mutant(
     "growth: newcomers that do not fill the round wait for the last call while it runs",
-    focus=_grows(last_call=3.0),
+    focus=_grows(last_call_timeout=3.0),
 )
 def grows_without_a_last_call(patch: Patch) -> None:
-    _holds_under(patch, last_call=0.0)
+    _holds_under(patch, last_call_timeout=0.0)
 
 
 @_mutant(
@@ -2149,7 +2149,9 @@ def grows_unasked(patch: Patch) -> None:
 
 
 @_mutant(
-    "growth: a restart after a loss waits for a replacement", seed=2, focus=_grows(replacement=2.0)
+    "growth: a restart after a loss waits for a replacement",
+    seed=2,
+    focus=_grows(replacement_timeout=2.0),
 )
 def no_last_call_after_a_loss(patch: Patch) -> None:
     patch(

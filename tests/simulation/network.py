@@ -61,7 +61,7 @@ class Network:
     def carry(self, host: Host, turn: int, request: effects.Effect[Any]) -> None:
         world, chance, plan = self._world, self._world.chance, self._world.plan
         after = world.kernel.after
-        timeout = host.clock.real(plan.request_timeout)
+        timeout = host.clock.real(plan.rules.request_timeout)
         evidence = (
             host.track.evidence.copy() if isinstance(request, effects.CompareAndSet) else None
         )
@@ -136,7 +136,7 @@ class Network:
 
     def _pause(self) -> float:
         """Until the next attempt; one of three servers may hang for a third of the time."""
-        return self._world.chance.choice((0.1, self._world.plan.request_timeout / 3))
+        return self._world.chance.choice((0.1, self._world.plan.rules.request_timeout / 3))
 
     def answer(self, host: Host, turn: int, answer: Any, seconds: float) -> None:
         self._world.kernel.after(seconds, self._arrive, host, turn, answer)

@@ -99,7 +99,8 @@ def _runs(small: Totals, large: Totals, processes: int | None) -> str:
     median, most = statistics.median(small.settled), max(small.settled)
     lines += [
         "",
-        "After the last fault, a run with enough nodes must settle within `8 x lease + last_call` "
+        "After the last fault, a run with enough nodes must settle within "
+        "`8 x lease + last_call_timeout` "
         "on the slowest clock, plus twice the time to stop workers, plus 10 intervals, plus "
         "`rejoin_timeout` if an agent hangs. "
         f"Settling took {median:.1f} s in the median and {most:.1f} s at most. No seed came closer "

@@ -158,7 +158,7 @@ EVERYTHING = Focus()
 """Plans as they are drawn."""
 
 UNSTEERED: Mapping[str, Any] = {
-    "replacement": None,
+    "replacement_timeout": None,
     "min_uptime": 0.0,
     "resize_interval": 0.0,
     "grow": "now",
@@ -245,7 +245,6 @@ class Plan:
     arrival: float
     rates: tuple[float, float]
     latency: float
-    request_timeout: float
     lost: float
     unacknowledged: float
     late: float
@@ -307,13 +306,13 @@ class Plan:
             max_nodes=most,
             lease=float(intervals),
             interval=1.0,
-            last_call=chance.choice((0.0, 0.2, 1.0, 3.0)),
+            last_call_timeout=chance.choice((0.0, 0.2, 1.0, 3.0)),
             restart_on_loss=chance.random() < 0.75,
             rank_order=chance.choice(("natural", "stable", "hint")),
-            request=request_timeout,
-            rejoin=intervals * chance.choice((12.0, 30.0)),
+            request_timeout=request_timeout,
+            rejoin_timeout=intervals * chance.choice((12.0, 30.0)),
             sweep_after=chance.choice((1.0, 3.0, 8.0)),
-            abandoned=intervals * chance.choice((8.0, 40.0)),
+            abandoned_ttl=intervals * chance.choice((8.0, 40.0)),
             probation=_PROBATION,
         )
         # A lease tells slow from dead only while it is longer than the slowest clock's beats.
@@ -331,7 +330,6 @@ class Plan:
             arrival=chance.choice((0.0, 0.5, 5.0)),
             rates=rates,
             latency=chance.choice((0.001, 0.01, 0.05)),
-            request_timeout=request_timeout,
             lost=sometimes(0.3, 0.005, 0.1),
             unacknowledged=sometimes(0.3, 0.005, 0.1),
             late=sometimes(0.2, 0.005, 0.05),
@@ -477,7 +475,7 @@ def _paced(plan: Plan) -> Plan:
         return plan
     rules = replace(
         plan.rules,
-        replacement=pace.choice((None, 0.0, 0.5, 2.0)),
+        replacement_timeout=pace.choice((None, 0.0, 0.5, 2.0)),
         min_uptime=pace.choice((0.0, 0.0, 1.0, 5.0)),
         resize_interval=pace.choice((0.0, 0.0, 2.0, 8.0)),
         grow=pace.choice(("now", "now", "now", "checkpoint", "never")),
@@ -543,11 +541,16 @@ def settling(plan: Plan) -> float:
     """Seconds after the last fault within which a run that can form must stand still."""
     longest = plan.rules.lease * (OTHER_SETTINGS[-1] if plan.other_settings else 1.0)
     rules = plan.rules
-    pace = max(rules.last_call, rules.replacement or 0.0, rules.min_uptime, rules.resize_interval)
+    pace = max(
+        rules.last_call_timeout,
+        rules.replacement_timeout or 0.0,
+        rules.min_uptime,
+        rules.resize_interval,
+    )
     pace += rules.save_timeout + rules.step_timeout
     settling = (8 * longest + pace) / plan.rates[0] + 2 * plan.stop + 10
     if any(fault.kind == "wedged agent" for fault in plan.faults):
-        settling += plan.rules.rejoin / plan.rates[0]
+        settling += plan.rules.rejoin_timeout / plan.rates[0]
     if rules.network_check:
         # Some rounds that do not run, each for as long as a dial takes that fails, with pauses.
         settling += (10 * longest + 2 * LONGEST_PAUSE) / plan.rates[0]

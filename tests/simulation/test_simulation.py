@@ -56,7 +56,7 @@ _ONCE_RESTARTED = Focus(
     settings={"nodes": 3, "max_nodes": 3, "orders": (Fault(0.7, "restart"),)},
 )
 _GROWS_ONCE_SAVED = Focus(
-    settings={"pace": 0.02, "save_timeout": 20.0, "grow": "checkpoint", "last_call": 0.0},
+    settings={"pace": 0.02, "save_timeout": 20.0, "grow": "checkpoint", "last_call_timeout": 0.0},
 )
 FOUND = (
     (24, _AT_ONCE, "a node with other --nnodes sent requests without a pause for a lease"),

@@ -621,7 +621,7 @@ class World:
         plan, store = self.plan, self.store
         if store.entries and store.deadline is None:
             # Whoever leads does not know that the store lost the deadline; it soon sets another.
-            self.kernel.run(self.kernel.now + plan.rules.abandoned / 4 / plan.rates[0] + 3)
+            self.kernel.run(self.kernel.now + plan.rules.abandoned_ttl / 4 / plan.rates[0] + 3)
         document = self.document
         for host in self.hosts:
             latest = host.node.latest
@@ -642,7 +642,7 @@ class World:
         for host in self.hosts:
             if host.alive:
                 host.crash()
-        self.kernel.run(self.kernel.now + plan.rules.abandoned + plan.rules.sweep_after + 1)
+        self.kernel.run(self.kernel.now + plan.rules.abandoned_ttl + plan.rules.sweep_after + 1)
         if store.entries and ends:
             left = " ".join(sorted(store.entries))
             self.violated("keys end", f"all are gone, and these keys stay: {left}")
@@ -748,7 +748,10 @@ class World:
         waits = [host for host in alive if host.id not in document.ranks]
         now, hosts = EPOCH + self.kernel.now, {host.address for host in waits}
         rules = self.plan.rules
-        pace = max(rules.last_call, rules.min_uptime, rules.resize_interval) / self.plan.rates[0]
+        pace = (
+            max(rules.last_call_timeout, rules.min_uptime, rules.resize_interval)
+            / self.plan.rates[0]
+        )
         lets_in = _LET_IN + pace
         for it in (*document.excluded, *document.quarantined):
             if it.host in hosts and it.until is not None and now < it.until + 2 * SKEW + lets_in:

@@ -197,7 +197,7 @@ def sweep(server: MemoryServer) -> None:
     MemoryClient(server, NAMESPACE).expire(0)
 
 
-RULES = Rules(min_nodes=2, max_nodes=2, lease=3.0, interval=1.0, last_call=0.0)
+RULES = Rules(min_nodes=2, max_nodes=2, lease=3.0, interval=1.0, last_call_timeout=0.0)
 
 
 def finish(leader: Life, joiner: Life) -> None:

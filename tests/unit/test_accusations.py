@@ -17,7 +17,9 @@ from .crowd import Crowd, Member
 
 pytestmark = pytest.mark.rule("accusations")
 
-RULES = Rules(min_nodes=2, max_nodes=4, lease=15.0, interval=5.0, last_call=0.2, answer_timeout=0.5)
+RULES = Rules(
+    min_nodes=2, max_nodes=4, lease=15.0, interval=5.0, last_call_timeout=0.2, answer_timeout=0.5
+)
 NAMES = ("n1", "n2", "n3", "n4")
 
 
@@ -118,7 +120,7 @@ def test_the_phases_of_a_restart_are_the_time_since_the_kill(
     phases = second.seconds.phases
     assert (second.round, [*phases]) == (1, ["noticed", "stopped", "last_call", "formed"])
     assert 0.05 < phases["stopped"] < 0.3  # An agent stops its workers in 0.1 s.
-    assert phases["last_call"] == pytest.approx(RULES.last_call, abs=0.05)
+    assert phases["last_call"] == pytest.approx(RULES.last_call_timeout, abs=0.05)
     # A lost node may have beaten up to an interval before it was killed.
     earlier = 0.0 if links else RULES.interval
     assert took - 0.1 < sum(phases.values()) < took + earlier + 0.1

@@ -245,7 +245,7 @@ def lead(
 class TestRunning:
     """A round of n1 and n2 with room for more, in units of two."""
 
-    RULES = replace(RULES, min_nodes=2, max_nodes=6, node_unit=2, last_call=0.0)
+    RULES = replace(RULES, min_nodes=2, max_nodes=6, node_unit=2, last_call_timeout=0.0)
     NOW = document(Phase.RUNNING, participants=("n1", "n2"), min_nodes=2, max_nodes=6)
 
     def records(self, **more: NodeRecord) -> dict[str, NodeRecord]:
@@ -262,7 +262,7 @@ class TestRunning:
         assert (following.round, following.reason) == (5, "n3[1], n4[1] joined")
 
     def test_the_last_call_begins_once_a_whole_unit_has_come(self) -> None:
-        rules = replace(self.RULES, last_call=2.0)
+        rules = replace(self.RULES, last_call_timeout=2.0)
         records = self.records(n3=record("n3"), n4=record("n4"))
         assert lead(self.NOW, records, rules) == Wait(2.0, True)
         assert isinstance(lead(self.NOW, records, rules, enough_for=2.0), Write)

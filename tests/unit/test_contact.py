@@ -204,7 +204,7 @@ def test_in_a_closed_run_nobody_is_cut_off(server: MemoryServer, time: Time, lim
 def test_who_comes_back_tells_for_how_long_two_worlds_may_have_trained(
     server: MemoryServer, time: Time
 ) -> None:
-    rules = replace(RULES, min_nodes=1, last_call=2.0)
+    rules = replace(RULES, min_nodes=1, last_call_timeout=2.0)
     leader = Life("n1", server, time, rules)
     leader.go()
     other = Life("n2", server, time, rules)
@@ -244,8 +244,10 @@ class TestOfNodesWithLinks:
     def begin(self, count: int, **changes: object) -> tuple[Crowd, list[Member]]:
         crowd = Crowd()
         names = [f"n{number}" for number in range(count)]
-        last_call = 0.01 * count + 0.1
-        members = crowd.begin(replace(LINKED, last_call=last_call, **changes), *names)
+        last_call_timeout = 0.01 * count + 0.1
+        members = crowd.begin(
+            replace(LINKED, last_call_timeout=last_call_timeout, **changes), *names
+        )
         crowd.play(2 * RULES.lease)
         assert {member.given[-1].size for member in members} == {count}
         return crowd, members

@@ -70,7 +70,7 @@ CAUSES = st.builds(
 
 
 SHARDS = st.none() | st.builds(
-    Shards, digest=KEYS, size=st.integers(10, 5000), shards=st.integers(1, 10)
+    Shards, digest=KEYS, size=st.integers(10, 5000), count=st.integers(1, 10)
 )
 
 EXCLUSIONS = st.lists(
@@ -208,9 +208,9 @@ def test_a_record_with_a_wrong_field_is_refused(name: str, value: object) -> Non
         replace(RUNNING, phase=Phase.CONFIRMING, participants=()),
         replace(RUNNING, participants=("n1", "n1")),
         replace(RUNNING, master=None),
-        replace(RUNNING, participants=(), roster=Shards(digest="d", size=3, shards=4)),
-        replace(RUNNING, participants=(), roster=Shards(digest="d", size=3, shards=0)),
-        replace(RUNNING, participants=(), roster=Shards(digest="d", size=1 << 40, shards=1 << 40)),
+        replace(RUNNING, participants=(), roster=Shards(digest="d", size=3, count=4)),
+        replace(RUNNING, participants=(), roster=Shards(digest="d", size=3, count=0)),
+        replace(RUNNING, participants=(), roster=Shards(digest="d", size=1 << 40, count=1 << 40)),
     ],
 )
 def test_a_round_that_no_node_could_act_on_is_refused(document: RoundDocument) -> None:

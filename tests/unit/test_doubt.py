@@ -280,7 +280,7 @@ class TestLag:
 
 
 class TestACrowd:
-    RULES = Rules(min_nodes=4, max_nodes=30, lease=15.0, interval=5.0, last_call=1.0)
+    RULES = Rules(min_nodes=4, max_nodes=30, lease=15.0, interval=5.0, last_call_timeout=1.0)
 
     def crowd(self) -> Crowd:
         crowd = Crowd()

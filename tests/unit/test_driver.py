@@ -150,7 +150,7 @@ def archive(calls: list[str]) -> Archive:
 
 
 def make_driver(client: MemoryClient, calls: list[str] | None = None) -> Driver:
-    rules = Rules(min_nodes=1, max_nodes=1, lease=3.0, interval=1.0, last_call=0.0)
+    rules = Rules(min_nodes=1, max_nodes=1, lease=3.0, interval=1.0, last_call_timeout=0.0)
     node = Node("n1", RECORD, rules, 60.0, lambda: 1.0, random.Random(1), lambda: 1.0)
     noted = [] if calls is None else calls
 

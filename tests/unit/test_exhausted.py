@@ -47,7 +47,7 @@ from rdzv_plugins.testing.harness import until
 
 pytestmark = pytest.mark.rule("a slow, a full and an exhausted store")
 
-RULES = Rules(min_nodes=1, max_nodes=1, lease=0.6, interval=0.2, last_call=0.0)
+RULES = Rules(min_nodes=1, max_nodes=1, lease=0.6, interval=0.2, last_call_timeout=0.0)
 
 
 def behind(cause: BaseException) -> Exception:

@@ -128,7 +128,7 @@ class TestWhatIsSaid:
 
 @pytest.mark.rule("last call")
 class TestTheLastCall:
-    RULES = replace(RULES, last_call=30.0)
+    RULES = replace(RULES, last_call_timeout=30.0)
 
     def named(self, round_: int, **cause: tuple[str, ...]) -> RoundDocument:
         names: dict[str, Any] = {of: Names(who) for of, who in cause.items()}
@@ -145,8 +145,8 @@ class TestTheLastCall:
     def test_one_after_a_loss_waits_for_a_replacement(self, of: str) -> None:
         now = self.named(3, **{of: ("n1[1]",), "failed": ("n2[1]",)})
         assert last_call_seconds(self.RULES, now) == 30.0
-        assert last_call_seconds(replace(self.RULES, replacement=2.0), now) == 2.0
-        assert last_call_seconds(replace(self.RULES, replacement=0.0), now) == 0.0
+        assert last_call_seconds(replace(self.RULES, replacement_timeout=2.0), now) == 2.0
+        assert last_call_seconds(replace(self.RULES, replacement_timeout=0.0), now) == 0.0
 
     def test_one_waits_no_longer_once_each_is_replaced(self) -> None:
         """Such as by an agent that its supervisor started again before the lease was over."""
@@ -200,7 +200,12 @@ class TestNodes:
         """Not for join_timeout only: it may take hours."""
         crowd = Crowd()
         each = Rules(
-            min_nodes=1, max_nodes=3, lease=3.0, interval=1.0, last_call=0.0, min_uptime=500.0
+            min_nodes=1,
+            max_nodes=3,
+            lease=3.0,
+            interval=1.0,
+            last_call_timeout=0.0,
+            min_uptime=500.0,
         )
         (first,) = crowd.begin(each, "n1")
         second = crowd.join("n2", each)
@@ -215,7 +220,12 @@ class TestNodes:
     def test_workers_name_the_moment(self) -> None:
         crowd = Crowd()
         each = Rules(
-            min_nodes=1, max_nodes=3, lease=3.0, interval=1.0, last_call=0.0, grow="checkpoint"
+            min_nodes=1,
+            max_nodes=3,
+            lease=3.0,
+            interval=1.0,
+            last_call_timeout=0.0,
+            grow="checkpoint",
         )
         (first,) = crowd.begin(each, "n1")
         first.node.inbox.note_saved()
@@ -228,7 +238,7 @@ class TestNodes:
 
     def test_a_scale_up_does_not_stop_workers_for_a_last_call(self) -> None:
         crowd = Crowd()
-        each = Rules(min_nodes=1, max_nodes=4, lease=3.0, interval=1.0, last_call=30.0)
+        each = Rules(min_nodes=1, max_nodes=4, lease=3.0, interval=1.0, last_call_timeout=30.0)
         first = crowd.join("n1", each)
         crowd.play_until(lambda: bool(first.given), 40.0)
         second = crowd.join("n2", each)

@@ -16,7 +16,9 @@ from .life import Life, Time, finish, stored
 
 pytestmark = pytest.mark.rule("network check")
 
-RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=0.2, network_check=True)
+RULES = Rules(
+    min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call_timeout=0.2, network_check=True
+)
 PAIR = replace(RULES, max_nodes=2)
 
 

@@ -240,7 +240,9 @@ class TestTheFirstRound:
 
     def test_what_cannot_be_read_for_a_lease_is_done_without(self) -> None:
         server, time = MemoryServer(), Time()
-        life = Life("n1", server, time, replace(PAIR, min_nodes=1, max_nodes=2, last_call=0.5))
+        life = Life(
+            "n1", server, time, replace(PAIR, min_nodes=1, max_nodes=2, last_call_timeout=0.5)
+        )
         life.fails = lambda request: isinstance(request, effects.ReadExclusions)
         life.go()
         began, asked = time.now, 0
@@ -510,7 +512,7 @@ class TestTheCommands:
 
 def test_a_drained_node_ends_and_the_other_goes_on() -> None:
     server, time = MemoryServer(), Time()
-    rules = replace(PAIR, min_nodes=1, last_call=5.0)
+    rules = replace(PAIR, min_nodes=1, last_call_timeout=5.0)
     leader, other = (Life(name, server, time, rules) for name in ("n1", "n2"))
     finish(other, leader)
     assert stored(leader).leader == "n1"

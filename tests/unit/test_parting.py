@@ -19,7 +19,7 @@ from tests import replace
 
 pytestmark = pytest.mark.rule("who counts when a node parts")
 
-RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=1.0)
+RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call_timeout=1.0)
 
 
 def record(place: int, status: Status, round_: int = 1) -> NodeRecord:
@@ -64,13 +64,13 @@ class TestLostNodes:
         assert goes_on(left_out, {**records, "a": record(1, Status.RUN, 2)})
 
     def test_nor_where_many_are_only_counted(self) -> None:
-        many = Shards(digest="d", size=3, shards=1)
+        many = Shards(digest="d", size=3, count=1)
         assert goes_on(replace(FORMS, previous=(), previous_roster=many), None)
         assert not goes_on(replace(LOST_A, previous=(), previous_roster=many), None)
 
     def test_a_counted_node_may_break_a_segment(self) -> None:
         for size, enough in ((4, False), (6, True)):
-            many = replace(LAST, participants=(), roster=Shards(digest="d", size=size, shards=1))
+            many = replace(LAST, participants=(), roster=Shards(digest="d", size=size, count=1))
             rules = replace(RULES, min_nodes=4, max_nodes=6, segment=2)
             assert goes_on_without("c", many, None, rules, 0.0, NEW) is enough
 

@@ -45,7 +45,7 @@ def at_most_two_of_a_domain() -> Any:
     exec(source, module.__dict__)
     its = (module.PerDomain(), *policies.POLICIES)
     with patch.object(policies, "POLICIES", its):
-        yield Settings(min_nodes=2, max_nodes=4, lease=3.0, interval=1.0, last_call=0.0)
+        yield Settings(min_nodes=2, max_nodes=4, lease=3.0, interval=1.0, last_call_timeout=0.0)
 
 
 class TestThePolicyOfThePage:
@@ -60,7 +60,7 @@ class TestThePolicyOfThePage:
         assert written(decide(here)).waiters == 1
 
     def test_people_are_told_for_what_the_others_wait(self, at_most_two_of_a_domain: Rules) -> None:
-        rules = replace(at_most_two_of_a_domain, last_call=9.0)
+        rules = replace(at_most_two_of_a_domain, last_call_timeout=9.0)
         here = asked(rules, n1="r1", n2="r1", n3="r1")
         assert "1 node waiting: a round has at most 2 nodes of a domain" in str(of_node(here))
 

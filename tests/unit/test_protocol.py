@@ -460,7 +460,7 @@ class TestEviction:
     """A node of the last round that lives, but does not ask for the next."""
 
     FORMING = document(Phase.FORMING, previous=("n1", "n2", "n3"))
-    RULES = replace(RULES, rejoin=100.0, lease=30.0)
+    RULES = replace(RULES, rejoin_timeout=100.0, lease=30.0)
 
     def lead(self, round_age: float, *newcomers: str, **more: Any) -> Action:
         everybody = joining("n1", "n3", round_=3) | joining(*newcomers)
@@ -723,7 +723,7 @@ def test_reasons_name_a_few_and_count_the_rest() -> None:
     newcomers = {f"n{i}": record(f"n{i}", max_nodes=9) for i in range(3, 9)}
     everybody = {name: replace(one, max_nodes=9) for name, one in all_running(now).items()}
     here = view(everybody["n1"], now, everybody | newcomers, joining=False,
-                rules=replace(RULES, max_nodes=9, last_call=0.0))  # fmt: skip
+                rules=replace(RULES, max_nodes=9, last_call_timeout=0.0))  # fmt: skip
     assert written(decide(here)).reason == "n3[1], n4[1], n5[1], n6[1] and 2 more joined"
 
 

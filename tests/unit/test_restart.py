@@ -15,7 +15,7 @@ from tests.unit.crowd import Crowd
 from tests.unit.life import RULES
 
 NAMES = ("n1", "n2", "n3")
-THREE = replace(RULES, max_nodes=3, last_call=0.5)
+THREE = replace(RULES, max_nodes=3, last_call_timeout=0.5)
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
 

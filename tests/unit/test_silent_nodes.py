@@ -24,7 +24,9 @@ DEATHS = 90
 
 
 def rules(low: int, high: int, **more: object) -> Rules:
-    base = Rules(min_nodes=low, max_nodes=high, lease=LEASE, interval=INTERVAL, last_call=1.0)
+    base = Rules(
+        min_nodes=low, max_nodes=high, lease=LEASE, interval=INTERVAL, last_call_timeout=1.0
+    )
     return replace(base, **more)
 
 
@@ -54,10 +56,12 @@ class TestGreyLeader:
 
     def test_a_leader_that_can_never_list_is_followed(self) -> None:
         crowd = Crowd()
-        grey = crowd.join("grey", rules(2, 4, last_call=0.0))
+        grey = crowd.join("grey", rules(2, 4, last_call_timeout=0.0))
         grey.fails = lists
         crowd.play(0.5)
-        healthy = [crowd.join(f"n{number}", rules(2, 4, last_call=0.0)) for number in range(3)]
+        healthy = [
+            crowd.join(f"n{number}", rules(2, 4, last_call_timeout=0.0)) for number in range(3)
+        ]
         took = crowd.play_until(lambda: all(member.given for member in healthy), 60.0)
         assert took < NOTICED
         assert not any(member.failed for member in crowd.members.values())
@@ -158,7 +162,7 @@ class TestOwnLeases:
 class TestWedgedAgent:
     """Its node beats while its agent hangs, and never asks for the next round."""
 
-    RULES = rules(2, 3, rejoin=48.0)
+    RULES = rules(2, 3, rejoin_timeout=48.0)
 
     def test_it_is_left_out_told_so_and_can_come_back(self) -> None:
         crowd = Crowd()

@@ -366,7 +366,7 @@ def test_a_node_writes_when_it_beats_and_a_leader_since_when_a_phase_is(clock: T
 
 
 def test_a_leader_tells_when_its_last_call_ends_once_nobody_rings(clock: Time) -> None:
-    rules = replace(RULES, max_nodes=3, last_call=30.0)
+    rules = replace(RULES, max_nodes=3, last_call_timeout=30.0)
     server = MemoryServer()
     leader = Life("n1", server, clock, rules)
     leader.go()

@@ -171,7 +171,12 @@ class TestRanksOfFourDomains:
     """Sixteen nodes, four to a rack, whose names say nothing of it."""
 
     RULES = Rules(
-        min_nodes=8, max_nodes=16, lease=15.0, interval=5.0, last_call=10.0, rank_order="topology"
+        min_nodes=8,
+        max_nodes=16,
+        lease=15.0,
+        interval=5.0,
+        last_call_timeout=10.0,
+        rank_order="topology",
     )
 
     def begin(self) -> tuple[Crowd, dict[str, Member]]:

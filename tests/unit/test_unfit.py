@@ -28,7 +28,9 @@ from .life import RULES, Life, Time, sweep
 
 pytestmark = pytest.mark.rule("unfit nodes")
 
-RULES_OF_3 = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=0.2, rejoin=100.0)
+RULES_OF_3 = Rules(
+    min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call_timeout=0.2, rejoin_timeout=100.0
+)
 ECC = "gpu: 2 uncorrected ECC errors"
 
 

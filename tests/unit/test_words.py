@@ -254,7 +254,7 @@ class TestTheLeader:
     @pytest.mark.parametrize(("join_left", "limit"), [(600.0, "rejoin"), (9.0, "join")])
     def test_the_limit_that_comes_first(self, join_left: float, limit: str) -> None:
         others = {"n2": running("n2", RUNNING), "n3": running("n3", RUNNING)}
-        there = leading(LATER, others, round_age=RULES.rejoin - 100.0)
+        there = leading(LATER, others, round_age=RULES.rejoin_timeout - 100.0)
         seconds = min(100.0, join_left)
         assert str(of_node(there, join_left)).endswith(f"; {seconds:.0f} s to {limit}_timeout")
 

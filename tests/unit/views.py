@@ -10,7 +10,7 @@ from rdzv_plugins.protocol.rules import Action, Rules, View, Write
 from tests import replace
 
 RUN = "the-run"
-RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call=5.0)
+RULES = Rules(min_nodes=2, max_nodes=3, lease=3.0, interval=1.0, last_call_timeout=5.0)
 
 
 def record(name: str, status: Status = Status.JOIN, round_: int = -1, **more: object) -> NodeRecord:

@@ -58,7 +58,7 @@ def why_not_grow(
     ]
     if newcomers < room and not permitted:
         # The last call runs while the participants train.
-        limits.append((rules.last_call - (view.enough_for or 0.0), "of last call left"))
+        limits.append((rules.last_call_timeout - (view.enough_for or 0.0), "of last call left"))
     seconds, limit = max(limits)
     return Reason(seconds=seconds, limit=limit) if seconds > 0 else None
 
@@ -70,9 +70,11 @@ def last_call_seconds(rules: Rules, document: RoundDocument, size: int = 0) -> f
     nodes were gathered while that round ran.
     """
     if document.round == 0:
-        return rules.last_call
+        return rules.last_call_timeout
     cause = document.cause
     gone = cause.lost.count + cause.left.count + cause.evicted.count
     if gone == 0 or size >= len(document.previous) + gone:
         return 0.0
-    return rules.last_call if rules.replacement is None else rules.replacement
+    return (
+        rules.last_call_timeout if rules.replacement_timeout is None else rules.replacement_timeout
+    )
