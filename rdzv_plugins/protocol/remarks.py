@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from rdzv_plugins.protocol.documents import Names, Phase, RoundDocument, labels
+from rdzv_plugins.protocol.accusations import lost_by_accusation
+from rdzv_plugins.protocol.documents import Cause, Phase, RoundDocument
 from rdzv_plugins.protocol.policies.kept_out import describe_in_force, exclusion_of
 from rdzv_plugins.protocol.policies.network import own_findings, remark, slow, verdict_on
+from rdzv_plugins.protocol.rounds import amended
 from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.situation import is_full, unconfirmed, waits_for_a_living_round
 from rdzv_plugins.protocol.sizes import Sizes
@@ -43,8 +45,9 @@ def _of_the_round(view: View, document: RoundDocument) -> Iterator[Remark]:
         about = "lost" if document.cause.lost else "forming"
         yield about, this_round, f"round {number} forms: {document.reason}"
     if document.absent and document.leader == view.me:
-        names = Names().plus(labels(view.records or {}, document.absent))
-        text = f"round {number} goes on without {names}: lease ran out"
+        records = view.records or {}
+        cause = amended(Cause(), records, document.absent, lost_by_accusation(document, records))
+        text = f"round {number} goes on (restart_on_loss=false): {cause}"
         yield "lost", (*this_round, document.absent), text
     evicted = document.cause.evicted
     if evicted and view.record.label in evicted and not document.names(view.me):

@@ -359,7 +359,7 @@ def _running(at: Situation, known: _Known) -> Diagnosis:
     if word == "waiting" and not at.growth and at.sizes.policy:
         word = f"waiting for {at.sizes.policy}"
     why = f" ({held.why})" if held is not None and held.why else ""
-    does += f", {len(document.absent)} of them lost" if document.absent else ""
+    does += f", {len(document.absent)} of them gone" if document.absent else ""
     does += f", {len(at.done)} of them done" if at.done else ""
     does += f", {spares} {word}{plural}{why}" if spares else ""
     if held is None or held.seconds is None:

@@ -120,11 +120,15 @@ class TestANodesLife:
         spare = replace(waits, record=replace(waits.record, status=Status.SPARE))
         assert [about for about, *_ in remarks(spare)] == ["spare"]
 
-    def test_a_round_that_goes_on_without_a_node_names_it_in_the_leaders_log(self) -> None:
-        now = document(Phase.RUNNING, absent=("n3",))
+    def test_a_round_that_goes_on_names_its_lost_nodes_in_the_leaders_log(self) -> None:
+        now = document(Phase.RUNNING, absent=("n2", "n3"))
         records = all_running(document(Phase.RUNNING))
+        records["n2"] = replace(records["n2"], status=Status.LEFT)
         told = list(remarks(view(records["n1"], now, records)))
-        assert [text for _, _, text, *_ in told] == ["round 4 goes on without n3[1]: lease ran out"]
+        why = "lost n3[1]: lease ran out; n2[1] left"
+        assert [text for _, _, text, *_ in told] == [
+            f"round 4 goes on (restart_on_loss=false): {why}"
+        ]
 
     def test_a_command_that_a_line_names_can_be_pasted(
         self, server: MemoryServer, caplog: pytest.LogCaptureFixture

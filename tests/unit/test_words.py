@@ -149,7 +149,7 @@ class TestOneWhoSeesAllRecords:
         records = all_running(RUNNING)
         records["n2"] = replace(records["n2"], status=Status.DONE)
         text = str(diagnose(replace(RUNNING, absent=("n3",)), records))
-        assert text == "running round 4, 3 of 2..3 nodes, 1 of them lost, 1 of them done"
+        assert text == "running round 4, 3 of 2..3 nodes, 1 of them gone, 1 of them done"
 
     @pytest.mark.parametrize("of", [FIRST, CONFIRMING, RUNNING], ids=lambda it: it.phase.value)
     def test_a_run_without_a_sign_of_life_is_dead(self, of: RoundDocument) -> None:
