@@ -171,8 +171,8 @@ _PROBLEMS = {
         "key_file if the server requires them"
     ),
     r"answered no query|query_wait_timeout|no more connections allowed": Problem(
-        "is behind a pooler that had no connection left for {timeout:g} s ({said}); a node needs "
-        "two, and two more for its history: raise its default_pool_size",
+        "is behind a pooler that had no connection left for {timeout:g} s ({said}); a node holds "
+        "two, and at times two more for the history: raise its default_pool_size",
         retryable=True,
     ),
     r"^(26000|42P05)|statement pooling mode|gave this client's server": Problem(
@@ -181,8 +181,8 @@ _PROBLEMS = {
         "mixed up; name the server itself, or a pool with pool_mode=session"
     ),
     r"^53300|too many (clients|connections)|remaining connection slots": Problem(
-        "had no connection left for {timeout:g} s ({said}); a node needs two: raise "
-        "max_connections, or the limit of the user or database",
+        "had no connection left for {timeout:g} s ({said}); a node holds two, and at times two "
+        "more for the history: raise max_connections, or the limit of the user or database",
         retryable=True,
     ),
     r"^25006|session is read-only|hot standby mode": Problem(
@@ -512,7 +512,7 @@ class Client(StoreClient):
         else:
             yield Finding(Mark.OK, "persistence", "write-ahead log")
         free = max(0, most - used)
-        found = f"{used} of {most} are in use; a node needs two: {free // 2} more nodes"
+        found = f"{used} of {most} are in use; a node holds two: {free // 2} more nodes"
         values = {"max_connections": most, "used": used, "nodes": free // 2}
         yield Finding(Mark.OK, "connections", found, values=values)
 

@@ -162,10 +162,10 @@ def test_a_pool_of_sessions_tells_when_it_has_none_left(pool: Pool, run_id: str)
             run.start((2, 3), heartbeat_timeout="1")
         told = str(caught.value)
         assert "is behind a pooler that had no connection left for 1 s (it logged this" in told
-        assert "a node needs two, and two more for its history: raise its default_pool" in told
+        assert "a node holds two, and at times two more for the history: raise its default" in told
         what, found = failure_of_check(store)
         assert what == "store"
-        assert "a node needs two" in found
+        assert "a node holds two" in found
     finally:
         for agent in run.agents:
             agent.end()

@@ -190,7 +190,7 @@ EXPLAINS_ITSELF = (
     "has no such database (…); name one in the endpoint",
     "lacks resources (…); its log says more",
     "is behind a pooler that keeps no connection for a client (…; of PgBouncer: pool_mode=",
-    "had no connection left for … s (…); a node needs two: raise max_connections",
+    "a node holds two, and at times two more for the history: raise max_connections",
     "has no table …; set create_table=true, or run: …",
     "has a table … with another schema (…); name another table",
     "AWS's configuration is not valid: …; correct it",
