@@ -99,7 +99,6 @@ EXPLAINS_ITSELF = (
     "option 'sasl': true needs",
     "options 'cert_file' and 'key_file' must be set together",
     "user and password ($RDZV_PLUGINS_PASSWORD) must be set together",
-    "_file and $RDZV_PLUGINS_SENTINEL_PASSWORD are both set: leave one of them out",
     "option 'sentinel_…' needs sentinel=<name>",
     "… and … are both set: leave one of them out",
     "the password ($RDZV_PLUGINS_PASSWORD) needs a user: set one with user=",
