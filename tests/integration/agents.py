@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import contains
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
 
@@ -124,12 +124,19 @@ def exchange_roles(handler: StoreRendezvousHandler, info: RendezvousInfo) -> Non
 
 
 class Run:
-    """The agents of one run."""
+    """The agents of one run; a context manager that ends them."""
 
     def __init__(self, store: RunningStore, run_id: str) -> None:
         self._store = store
         self._run_id = run_id
         self.agents: list[Agent] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for agent in self.agents:
+            agent.end()
 
     def handler(self, nnodes: tuple[int, int], **config: str) -> StoreRendezvousHandler:
         """Made as torch makes it."""

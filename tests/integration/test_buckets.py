@@ -156,10 +156,8 @@ def test_a_spare_whose_clock_is_ahead_leaves_a_live_run_alone(
     bucket: RunningStore, run_id: str
 ) -> None:
     """It emptied the run's folder, and took the place of a healthy node."""
-    run = Run(bucket, run_id)
-    agents = [run.start((2, 2), abandoned_ttl="100") for _ in range(2)]
-    client = bucket.open(run_id)
-    try:
+    with closing(bucket.open(run_id)) as client, Run(bucket, run_id) as run:
+        agents = [run.start((2, 2), abandoned_ttl="100") for _ in range(2)]
         until(one_world(agents), 30)
         client.put("ours", b"as long as the run")
         command = ahead_by(300, bucket, run_id, "--nnodes=2:2", "--no-python", "true")
@@ -174,10 +172,6 @@ def test_a_spare_whose_clock_is_ahead_leaves_a_live_run_alone(
         assert [len(agent.rounds) for agent in agents] == [1, 1]
         assert client.get("ours") is not None
         assert re.search("this host's clock is .30. s off the store's", told)
-    finally:
-        for agent in run.agents:
-            agent.end()
-        client.close()
 
 
 def failed(store: RunningStore) -> str:

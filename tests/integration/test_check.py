@@ -806,9 +806,8 @@ def silent() -> Iterator[str]:
 
 
 def test_id_that_is_held(redis: RunningStore, run_id: str) -> None:
-    run = Run(redis, run_id)
-    agents = [run.start((2, 3)) for _ in range(2)]
-    try:
+    with Run(redis, run_id) as run:
+        agents = [run.start((2, 3)) for _ in range(2)]
         until(one_world(agents), 30)
         told = check_store(redis, "-i", run_id, "--nnodes", "2:3")
         # The store is at loopback, as told before.
@@ -826,9 +825,6 @@ def test_id_that_is_held(redis: RunningStore, run_id: str) -> None:
             agent.crash()
         what, text = check_store(redis, "-i", run_id).only("warning")
         assert "is held by a run whose nodes are gone (dead: round 0 " in text
-    finally:
-        for agent in agents:
-            agent.end()
 
 
 def test_id_of_a_run_that_has_ended(redis: RunningStore, run_id: str) -> None:

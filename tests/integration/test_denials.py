@@ -96,8 +96,7 @@ def test_a_user_of_one_run_runs_it_and_sees_no_other(
 ) -> None:
     """As on Redis, see its rights' tests."""
     administrator.limit_to(run_id)
-    run = Run(administrator.store, run_id)
-    try:
+    with Run(administrator.store, run_id) as run:
         agents = [run.start((2, 2)) for _ in range(2)]
         until(one_world(agents), 120)
         # The leader notes the round where all runs are listed.
@@ -105,9 +104,6 @@ def test_a_user_of_one_run_runs_it_and_sees_no_other(
         for other in (f"{run_id}-b", archive_run_id(f"{run_id}-b"), "x"):
             with pytest.raises(AccessDeniedError), closing(administrator.store.open(other)) as it:
                 it.get("state")
-    finally:
-        for agent in run.agents:
-            agent.end()
 
 
 # The others refuse a heartbeat too.
@@ -141,16 +137,15 @@ def test_a_leader_that_may_not_write_the_document_is_replaced(
     administrator: Administrator, run_id: str
 ) -> None:
     """Its heartbeats and listings said that it leads, and no round followed the last one."""
-    refused, others = Run(administrator.store, run_id), Run(administrator.of_others(), run_id)
-    try:
+    with (
+        Run(administrator.store, run_id) as refused,
+        Run(administrator.of_others(), run_id) as others,
+    ):
         agents = [run.start((2, 3)) for run in (refused, others)]
         until(one_world(agents), 30)
         administrator.forbid_the_document(run_id)
         agents.append(others.start((2, 3)))
         until(one_world(agents), 30)
-    finally:
-        for agent in others.agents + refused.agents:
-            agent.end()
 
 
 def test_secret_that_ends_and_is_not_handed_out(administrator: Administrator, run_id: str) -> None:

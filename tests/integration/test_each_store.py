@@ -24,12 +24,8 @@ def test_a_write_is_read_and_wakes_who_waits(running_store: RunningStore, run_id
 
 
 def test_a_round_forms_again_when_a_node_leaves(running_store: RunningStore, run_id: str) -> None:
-    run = Run(running_store, run_id)
-    try:
+    with Run(running_store, run_id) as run:
         agents = [run.start((1, 2)) for _ in range(2)]
         until(one_world(agents), 30)
         agents.pop().leave()
         until(one_world(agents), 30)
-    finally:
-        for agent in run.agents:
-            agent.end()

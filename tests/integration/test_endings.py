@@ -28,10 +28,8 @@ CUT_OFF = {"heartbeat_timeout": "1", "close_timeout": "20"}
 
 @pytest.fixture
 def run(running_store: RunningStore, run_id: str) -> Iterator[Run]:
-    run = Run(running_store, run_id)
-    yield run
-    for agent in run.agents:
-        agent.end()
+    with Run(running_store, run_id) as run:
+        yield run
 
 
 @pytest.fixture

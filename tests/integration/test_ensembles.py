@@ -57,10 +57,8 @@ def ensemble(request: pytest.FixtureRequest) -> Iterator[Ensemble]:
 
 @pytest.fixture
 def run(ensemble: Ensemble, run_id: str) -> Iterator[Run]:
-    run = Run(ensemble.store, run_id)
-    yield run
-    for agent in run.agents:
-        agent.end()
+    with Run(ensemble.store, run_id) as run:
+        yield run
 
 
 def test_leader_dies_while_nodes_join(

@@ -393,9 +393,8 @@ def test_a_run_goes_on_and_can_be_cleaned_after_such_a_write(
     # A quorum's members let nobody in who does not know it.
     if running_store.backend != "quorum":
         monkeypatch.setenv("RDZV_PLUGINS_SECRET", "of the run")
-    run = Run(running_store, run_id)
-    agents = [run.start((2, 4)) for _ in range(2)]
-    try:
+    with closing(client), Run(running_store, run_id) as run:
+        agents = [run.start((2, 4)) for _ in range(2)]
         until_so(one_world(agents), 30)
         for write in BESIDE[running_store.backend](client):
             client.list("")
@@ -409,10 +408,6 @@ def test_a_run_goes_on_and_can_be_cleaned_after_such_a_write(
         until_so(lambda: bool(client.list("")), 10)
         told = CliRunner().invoke(app, [*command, "-c", conf, run_id])
         assert told.exit_code == 0, told.output
-    finally:
-        for agent in run.agents:
-            agent.end()
-        client.close()
 
 
 class TestRedis:

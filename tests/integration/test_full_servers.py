@@ -46,9 +46,8 @@ def test_a_node_that_gets_too_few_connections_holds_nobody_up(kind: Kind, run_id
     """Whatever ends the waits of the others, which then give up no connection."""
     with started(kind) as store:
         limit(store)
-        run = Run(store, run_id)
-        agents = [run.start((2, 3)) for _ in range(2)]
-        try:
+        with Run(store, run_id) as run:
+            agents = [run.start((2, 3)) for _ in range(2)]
             until(one_world(agents), 30)
             third = Background(lambda: run.handler((2, 3), heartbeat_timeout="2"))
             while not third.done(0.005):
@@ -57,6 +56,3 @@ def test_a_node_that_gets_too_few_connections_holds_nobody_up(kind: Kind, run_id
             with pytest.raises(RendezvousConnectionError, match=FULL[kind.name]):
                 third.result(0)
             assert [len(agent.rounds) for agent in agents] == [1, 1]
-        finally:
-            for agent in agents:
-                agent.end()

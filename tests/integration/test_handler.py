@@ -29,10 +29,8 @@ from tests.integration.stores import RunningStore
 
 @pytest.fixture
 def run(running_store: RunningStore, run_id: str) -> Iterator[Run]:
-    run = Run(running_store, run_id)
-    yield run
-    for agent in run.agents:
-        agent.end()
+    with Run(running_store, run_id) as run:
+        yield run
 
 
 def test_nodes_form_one_world_and_share_a_store(run: Run) -> None:
@@ -96,8 +94,7 @@ def test_rounds_whose_nodes_stand_in_shards_survive_deaths_too(
 def test_a_round_of_hundreds_survives_its_leader(
     store: RunningStore, run_id: str, record_property: Measure
 ) -> None:
-    run = Run(store, run_id)
-    try:
+    with Run(store, run_id) as run:
         began = time.monotonic()
         agents = [run.start((2, 150), keep_alive_interval="3") for _ in range(150)]
         until(one_world(agents), 60)
@@ -107,9 +104,6 @@ def test_a_round_of_hundreds_survives_its_leader(
         agents.pop(0).leave()
         until(one_world(agents), 60)
         record_property("seconds", round(time.monotonic() - began, 3))
-    finally:
-        for agent in run.agents:
-            agent.end()
 
 
 def test_leaving_is_announced(run: Run, record_property: Measure) -> None:

@@ -97,17 +97,13 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def test_an_agent_waits_for_its_credentials(
     store: RunningStore, port: int, run_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(store, run_id)
-    starting = [Background(lambda: run.start((2, 2))) for _ in range(2)]
-    try:
+    with Run(store, run_id) as run:
+        starting = [Background(lambda: run.start((2, 2))) for _ in range(2)]
         assert until_true(lambda: caplog.text.count("this node cannot join yet: ") == 2, 20)
         assert not any(each.done(1) for each in starting)
         with metadata(port):
             agents = [each.result(20) for each in starting]
             until(one_world(agents), 30)
-    finally:
-        for agent in run.agents:
-            agent.end()
     assert "without credentials (" in caplog.text
     assert "Unable to locate credentials" in caplog.text
     assert caplog.text.count("this node cannot join yet: ") == 2, "once a node"

@@ -246,10 +246,8 @@ class Played(agents.Run):
 
 @pytest.fixture
 def played(store: RunningStore, run_id: str) -> Iterator[Played]:
-    run = Played(store, run_id)
-    yield run
-    for agent in run.agents:
-        agent.end()
+    with Played(store, run_id) as run:
+        yield run
 
 
 RAN = r"round (\d+) runs with (\d+) nodes? after \d+\.\d s"

@@ -148,8 +148,7 @@ def test_a_busy_pool_of_transactions_is_told_too(pool: Pool, run_id: str) -> Non
 
 def test_a_pool_of_sessions_tells_when_it_has_none_left(pool: Pool, run_id: str) -> None:
     store = pool("session", 4)
-    run = Run(store, run_id)
-    try:
+    with Run(store, run_id) as run:
         # A member whose request takes too long gives its connection up, and the third takes it.
         patient = {
             "heartbeat_timeout": "3",
@@ -166,9 +165,6 @@ def test_a_pool_of_sessions_tells_when_it_has_none_left(pool: Pool, run_id: str)
         what, found = failure_of_check(store)
         assert what == "store"
         assert "a node holds two" in found
-    finally:
-        for agent in run.agents:
-            agent.end()
 
 
 def test_check_and_nodes_agree_on_a_pool(pool: Pool, run_id: str) -> None:
@@ -179,13 +175,9 @@ def test_check_and_nodes_agree_on_a_pool(pool: Pool, run_id: str) -> None:
     assert re.search("ok +pooler: a pooler in session mode is in between", lines)
     assert re.search("ok +contention: \\d+ writers at once, as no more could connect of 16", lines)
     # Six for the nodes, and two for what they note.
-    run = Run(pool("session", 8), run_id)
-    try:
+    with Run(pool("session", 8), run_id) as run:
         members = [run.start((3, 3)) for _ in range(3)]
         agents.until(one_world(members), 30)
-    finally:
-        for agent in run.agents:
-            agent.end()
 
 
 def test_each_request_through_a_pool_of_sessions(pool: Pool, run_id: str) -> None:

@@ -389,8 +389,7 @@ def test_primary_dies_while_a_round_runs(
     replicated: Replicated, run_id: str, record_property: Measure
 ) -> None:
     store, fail_over = replicated
-    run = Run(store, run_id)
-    try:
+    with Run(store, run_id) as run:
         members = [run.start((2, 3)) for _ in range(2)]
         agents.until(one_world(members), 30)
         with Watch(members) as watch:
@@ -402,6 +401,3 @@ def test_primary_dies_while_a_round_runs(
         assert [len(agent.rounds) for agent in members] == [1, 1]
         members.append(run.start((2, 3)))
         agents.until(one_world(members), 30)
-    finally:
-        for agent in run.agents:
-            agent.end()

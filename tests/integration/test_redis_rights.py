@@ -137,8 +137,7 @@ def test_a_user_of_one_run_runs_it_and_sees_no_other(server: RunningStore, run_i
     admin.close()
     host, port = server.address
     mine = replace(server, endpoint=f"redis://{user}:{PASSWORD}@{host}:{port}")
-    run = Run(mine, run_id)
-    try:
+    with Run(mine, run_id) as run:
         agents = [run.start((2, 2)) for _ in range(2)]
         until(one_world(agents), 120)
         # The leader notes the round where all runs are listed.
@@ -146,9 +145,6 @@ def test_a_user_of_one_run_runs_it_and_sees_no_other(server: RunningStore, run_i
         for other in (f"{run_id}-b", archive_run_id(f"{run_id}-b"), "x"):
             with pytest.raises(AccessDeniedError, match="the user lacks the rights"):
                 mine.open(other).get("state")
-    finally:
-        for agent in run.agents:
-            agent.end()
 
 
 def test_who_may_write_and_not_read_is_refused_before_it_writes(

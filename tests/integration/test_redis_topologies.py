@@ -47,10 +47,8 @@ def topology(
 
 @pytest.fixture
 def run(topology: Topology, run_id: str) -> Iterator[Run]:
-    run = Run(store_of(topology), run_id)
-    yield run
-    for agent in run.agents:
-        agent.end()
+    with Run(store_of(topology), run_id) as run:
+        yield run
 
 
 def store_of(topology: Topology, **config: str) -> RunningStore:
@@ -109,8 +107,7 @@ def test_all_members_of_a_cluster_have_other_addresses(
         store = RunningStore(
             name="redis", backend="redis", endpoint=moving.endpoint, config={"cluster": "true"}
         )
-        run = Run(store, run_id)
-        try:
+        with Run(store, run_id) as run:
             agents = [run.start((2, 3), heartbeat_timeout="2") for _ in range(2)]
             until(one_world(agents), 30)
             with Watch(agents) as watch:
@@ -121,9 +118,6 @@ def test_all_members_of_a_cluster_have_other_addresses(
             assert watch.seen == []
             agents.append(run.start((2, 3)))
             until(one_world(agents), 30)
-        finally:
-            for agent in run.agents:
-                agent.end()
 
 
 @pytest.mark.parametrize("option", ["sentinel", "cluster"])

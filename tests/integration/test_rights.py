@@ -353,8 +353,7 @@ def work(store: RunningStore, run_id: str) -> None:
     code, told = rdzv(store, "check", "-i", run_id)
     assert "failed" not in told, told
     assert code in (0, 1), told
-    run = Run(store, run_id)
-    try:
+    with Run(store, run_id) as run:
         agents = [run.start((1, 2)) for _ in range(2)]
         until(one_world(agents), 120)
         with closing(store.open(f"{run_id}-c10d")) as client:
@@ -379,9 +378,6 @@ def work(store: RunningStore, run_id: str) -> None:
         code, told = rdzv(store, "clean", "-i", run_id)
         assert code == 0, told
         assert run.is_swept()
-    finally:
-        for agent in run.agents:
-            agent.end()
 
 
 @pytest.mark.timeout(400)

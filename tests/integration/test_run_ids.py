@@ -14,7 +14,7 @@ from rdzv_plugins.observe.inspection import delete_run
 from rdzv_plugins.protocol.documents import Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import record_of
 from rdzv_plugins.settings.run_ids import refuse_unless_possible
-from tests.integration.agents import Agent, Run, until
+from tests.integration.agents import Run, until
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore
 
@@ -82,15 +82,10 @@ def test_no_id_sees_what_another_one_has(cleared: RunningStore, ids: list[str]) 
 
 @pytest.mark.parametrize("tail", ["/x", " ü*?#%}", "." * 470])
 def test_a_run_of_an_odd_id_lives_and_ends(running_store: RunningStore, tail: str) -> None:
-    run = Run(running_store, f"job-{secrets.token_hex(6)}{tail}")
-    agents: list[Agent] = []
-    try:
-        agents += [run.start((1, 2)), run.start((1, 2))]
+    with Run(running_store, f"job-{secrets.token_hex(6)}{tail}") as run:
+        agents = [run.start((1, 2)), run.start((1, 2))]
         until(lambda: all(it.world is not None and it.world[1] == 2 for it in agents), 30)
         until(lambda: len(run.history()) > 0, 30)
-    finally:
-        for agent in agents:
-            agent.end()
 
 
 @pytest.mark.parametrize("run_id", ["job/1", "x" * 300], ids=["slash", "long"])

@@ -69,10 +69,8 @@ def sealed(store: RunningStore, tmp_path: Path) -> RunningStore:
 
 @pytest.fixture
 def run(sealed: RunningStore, run_id: str) -> Iterator[Run]:
-    run = Run(sealed, run_id)
-    yield run
-    for agent in run.agents:
-        agent.end()
+    with Run(sealed, run_id) as run:
+        yield run
 
 
 @pytest.fixture
@@ -143,8 +141,7 @@ def test_a_node_with_another_secret_does_not_join(
     ours = {
         "none": store, "another": having(store, tmp_path, ANOTHER), "unsealed": with_secret
     }[case]  # fmt: skip
-    run, outsider = Run(theirs, run_id), Run(ours, run_id)
-    try:
+    with Run(theirs, run_id) as run, Run(ours, run_id) as outsider:
         agents = [run.start((1, 3)) for _ in range(2)]
         until(one_world(agents), PATIENCE)
         with closing(theirs.open(run_id)) as client:
@@ -160,9 +157,6 @@ def test_a_node_with_another_secret_does_not_join(
             assert [len(agent.rounds) for agent in agents] == rounds
             errors = [it for it in caplog.records if SAID[case] in it.getMessage()]
             assert len({it.getMessage() for it in errors}) <= 2, errors
-    finally:
-        for agent in (*run.agents, *outsider.agents):
-            agent.end()
 
 
 @every_open_store
@@ -277,9 +271,8 @@ def test_nothing_can_be_moved_to_another_key_or_run(
     store: RunningStore, tmp_path: Path, run_id: str
 ) -> None:
     sealed = having(store, tmp_path, SECRET)
-    runs = [Run(sealed, run_id), Run(sealed, run_id + "-b")]
-    try:
-        for run in runs:
+    with Run(sealed, run_id) as one, Run(sealed, run_id + "-b") as another:
+        for run in one, another:
             run.start((1, 1))
             until(one_world(run.agents), PATIENCE)
         with (
@@ -303,10 +296,6 @@ def test_nothing_can_be_moved_to_another_key_or_run(
                 server.hset(name, f"={STATE_KEY}", altered)
                 assert a.get(STATE_KEY) is None
             server.hset(name, f"={STATE_KEY}", stored)
-    finally:
-        for run in runs:
-            for agent in run.agents:
-                agent.end()
 
 
 def test_an_earlier_round_that_is_put_back_is_refused(
@@ -314,8 +303,7 @@ def test_an_earlier_round_that_is_put_back_is_refused(
 ) -> None:
     """Who can write may put back what stood at the same key before: the nodes know better."""
     sealed = having(store, tmp_path, SECRET)
-    run = Run(sealed, run_id)
-    try:
+    with Run(sealed, run_id) as run:
         agents = [run.start((1, 3))]
         until(one_world(agents), PATIENCE)
         with closing(raw_of(store)) as server, closing(sealed.open(run_id)) as client:
@@ -331,30 +319,23 @@ def test_an_earlier_round_that_is_put_back_is_refused(
             until(one_world(agents), PATIENCE)
             assert document_of(client).round > second.round
             assert all(agent.error is None for agent in agents)
-    finally:
-        for agent in run.agents:
-            agent.end()
 
 
 def test_neither_exclusions_nor_the_list_of_runs_can_be_forged(
     store: RunningStore, tmp_path: Path, run_id: str
 ) -> None:
     sealed = having(store, tmp_path, SECRET)
-    run = Run(sealed, run_id)
     evil = Archive(store.open, run_id, 60)
     ours = Archive(sealed.open, run_id, 60)
     with closing(store.open(EXCLUDED)) as client:
         client.put(run_id, b'[["127.0.0.1",null,"evil"]]')
     with closing(store.open(LIST)) as client:
         client.put(run_id, b"{}")
-    try:
+    with Run(sealed, run_id) as run:
         assert [it.host for it in evil.exclusions(0.0, all_runs=False)] == ["127.0.0.1"]
         assert ours.exclusions(0.0, all_runs=False) == ()
         agents = two_agents(run)
         assert all(agent.error is None for agent in agents)
-    finally:
-        for agent in run.agents:
-            agent.end()
 
 
 COMMANDS = (

@@ -320,16 +320,12 @@ def at(store: RunningStore, secret: str) -> RunningStore:
 
 def form_a_round(store: RunningStore, run_id: str) -> str:
     """Let two nodes form a round; returns what is shown of their objects."""
-    run = Run(store, run_id)
-    try:
+    with Run(store, run_id) as run:
         agents = [run.start((2, 2)) for _ in range(2)]
         until(lambda: one_world(agents)() or any(agent.error for agent in agents), 30)
         assert [agent.error for agent in agents] == [None, None]
         handlers = [agent.handler for agent in agents]
         return "".join(f"{it!r}{it}{it._client!r}{it._settings!r}" for it in handlers)
-    finally:
-        for agent in run.agents:
-            agent.end()
 
 
 def refused(store: RunningStore, run_id: str, **options: str) -> Exception:
