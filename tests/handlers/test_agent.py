@@ -6,6 +6,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,11 +185,8 @@ class Run:
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     # Peers without an agent take no part in the exchange of roles.
     monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
-    started = Run(tmp_path)
-    try:
+    with closing(Run(tmp_path)) as started:
         yield started
-    finally:
-        started.close()
 
 
 def test_a_script_that_always_fails_ends_the_job_at_once(fleet: Run) -> None:

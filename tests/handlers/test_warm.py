@@ -10,7 +10,7 @@ import signal
 import sys
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,11 +156,8 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
-    try:
+    with closing(Node(tmp_path)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
@@ -186,16 +186,13 @@ class _Http(Administrator):
     headers: dict[str, str]
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        line = HTTPConnection(*self.store.address, timeout=10)
-        try:
+        with closing(HTTPConnection(*self.store.address, timeout=10)) as line:
             line.request(method, path, json.dumps(body or {}), self.headers)
             answer = line.getresponse()
             text = answer.read()
             assert answer.status == 200, (path, answer.status, text)
             found = json.loads(text)
             return found if isinstance(found, dict) else {}
-        finally:
-            line.close()
 
 
 class _Consul(_Http):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from operator import contains
 from typing import Any, Self, TypeVar
@@ -187,11 +188,8 @@ class Run:
         return self._ask(lambda client: client.get(STATE_KEY)) is None
 
     def _ask(self, question: Callable[[KeyValueClient], T]) -> T:
-        client = self._store.open(self._run_id)
-        try:
+        with closing(self._store.open(self._run_id)) as client:
             return question(client)
-        finally:
-            client.close()
 
 
 def one_world(agents: list[Agent]) -> Callable[[], bool]:
@@ -245,8 +243,7 @@ def await_beats(store: RunningStore, run_id: str, nodes: int, seconds: float) ->
 
     What a server did not know that took over from another, they must have written again by then.
     """
-    client = store.open(run_id, request_timeout=seconds)
-    try:
+    with closing(store.open(run_id, request_timeout=seconds)) as client:
         until(lambda: len(_beats(client)) == nodes, seconds)
         old = _beats(client)
 
@@ -256,8 +253,6 @@ def await_beats(store: RunningStore, run_id: str, nodes: int, seconds: float) ->
             return all(now.get(node, 0) > beat for node, beat in old.items())
 
         until(beaten, seconds)
-    finally:
-        client.close()
 
 
 def _beats(client: KeyValueClient) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from benchmarks import rendezvous
@@ -17,23 +19,19 @@ pytestmark = pytest.mark.timeout(300)
     ("backend", "kind", "nodes"), [("redis", "redis", 64), ("etcd-v3", "etcd", 16)]
 )
 def test_a_swarm_forms_one_world(backend: str, kind: str, nodes: int) -> None:
-    with servers.start(kind) as server:
-        swarm = Swarm(backend, server, nodes)
-        try:
-            sample = swarm.form(60.0)
-            assert sample is not None
-            assert sorted(member.rank for member in swarm.members) == [*range(nodes)]
-            documents = [it.document for it in swarm.members if it.document is not None]
-            assert len({(it.world_id, it.master) for it in documents}) == 1
-            assert swarm.is_one_world
-            assert 0 < sample["leader ms"] < 1000 * sample["s"]
-            assert sample["server s"] > 0
-            # Each node writes its record twice, and reads and waits for the document.
-            assert backend != "redis" or sample["bytes a node"] > 1000
-            assert swarm.rest(1.0)["server us a node and s"] >= 0
-            assert sum(member.leads for member in swarm.members) == 1
-        finally:
-            swarm.close()
+    with servers.start(kind) as server, closing(Swarm(backend, server, nodes)) as swarm:
+        sample = swarm.form(60.0)
+        assert sample is not None
+        assert sorted(member.rank for member in swarm.members) == [*range(nodes)]
+        documents = [it.document for it in swarm.members if it.document is not None]
+        assert len({(it.world_id, it.master) for it in documents}) == 1
+        assert swarm.is_one_world
+        assert 0 < sample["leader ms"] < 1000 * sample["s"]
+        assert sample["server s"] > 0
+        # Each node writes its record twice, and reads and waits for the document.
+        assert backend != "redis" or sample["bytes a node"] > 1000
+        assert swarm.rest(1.0)["server us a node and s"] >= 0
+        assert sum(member.leads for member in swarm.members) == 1
 
 
 @pytest.mark.full

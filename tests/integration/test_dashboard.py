@@ -142,8 +142,7 @@ def write_run(store: RunningStore, run_id: str, records: Mapping[str, NodeRecord
 def test_it_shows_who_was_lost_and_the_next_round(
     shared: RunningStore, address: str, chrome: Chrome, tmp_path: Path
 ) -> None:
-    job = Job(tmp_path, shared, nodes="2:3", run_id="job 1%2F of 2")
-    try:
+    with closing(Job(tmp_path, shared, nodes="2:3", run_id="job 1%2F of 2")) as job:
         chrome.get(address)
         job.begin("abc")
         # Two may have formed a round before the third came.
@@ -168,8 +167,6 @@ def test_it_shows_who_was_lost_and_the_next_round(
         job.await_ends("ac")
         await_that(lambda: text(chrome, "#condition") == "succeeded", 60, chrome)
         assert text(chrome, "#sentence").startswith("succeeded at ")
-    finally:
-        job.close()
     assert complaints(chrome) == []
 
 
@@ -348,8 +345,7 @@ def test_times_are_utc_unless_switched_and_say_so(
 def test_a_forming_round_has_a_beginning_and_its_last_call_an_end(
     shared: RunningStore, address: str, chrome: Chrome, tmp_path: Path
 ) -> None:
-    job = Job(tmp_path, shared, nodes="2:3", run_id="forms", last_call_timeout=40)
-    try:
+    with closing(Job(tmp_path, shared, nodes="2:3", run_id="forms", last_call_timeout=40)) as job:
         job.start_at("a")
         chrome.get(f"{address}/#{job.run_id}")
         await_that(lambda: "forming since" in text(chrome, "#facts"), 60, chrome)
@@ -374,8 +370,6 @@ def test_a_forming_round_has_a_beginning_and_its_last_call_an_end(
         for name in "abc":
             job.finish(name)
         job.await_ends("abc")
-    finally:
-        job.close()
     assert complaints(chrome) == []
 
 

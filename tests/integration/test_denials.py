@@ -48,16 +48,13 @@ def only_on(*names: str) -> pytest.MarkDecorator:
 
 
 def test_rights_that_end_while_connected(administrator: Administrator, run_id: str) -> None:
-    client = administrator.store.open(run_id)
-    try:
+    with closing(administrator.store.open(run_id)) as client:
         client.put("key", b"value")
         administrator.forbid(run_id)
         with pytest.raises(AccessDeniedError, match=re.escape(GRANTS[administrator.name])):
             client.put("key", b"another")
         with pytest.raises(AccessDeniedError):
             client.wait("key", None, 5)
-    finally:
-        client.close()
 
 
 @only_on(*GRANTS.keys() - {"consul"})
@@ -149,16 +146,13 @@ def test_a_leader_that_may_not_write_the_document_is_replaced(
 
 
 def test_secret_that_ends_and_is_not_handed_out(administrator: Administrator, run_id: str) -> None:
-    client = administrator.store.open(run_id)
-    try:
+    with closing(administrator.store.open(run_id)) as client:
         client.put("key", b"value")
         administrator.rotate(hand_out=False)
         with pytest.raises(AccessDeniedError):
             client.get("key")
         with pytest.raises(AccessDeniedError):
             administrator.store.open(run_id)
-    finally:
-        client.close()
 
 
 # Several hosts of Redis are Sentinels, see test_sentinel_security, or a Cluster, of whose nodes the
@@ -168,16 +162,13 @@ def test_one_server_refuses_and_another_is_away(administrator: Administrator, ru
     host = "{}:{}".format(*administrator.store.address)
     endpoint = administrator.store.endpoint.replace(host, f"127.0.0.1:1,{host}")
     store = replace(administrator.store, endpoint=endpoint)
-    client = store.open(run_id, request_timeout=2)
-    try:
+    with closing(store.open(run_id, request_timeout=2)) as client:
         client.put("key", b"value")
         administrator.rotate(hand_out=False)
         with pytest.raises(AccessDeniedError):
             client.get("key")
         with pytest.raises(AccessDeniedError):
             store.open(run_id, request_timeout=2)
-    finally:
-        client.close()
 
 
 @pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.soak)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -112,8 +113,7 @@ def test_leader_dies_while_a_round_runs(
 def test_leader_dies_while_torchrun_trains(
     ensemble: Ensemble, tmp_path: Path, record_property: Measure
 ) -> None:
-    run = TorchRun(tmp_path, ensemble.store)
-    try:
+    with closing(TorchRun(tmp_path, ensemble.store)) as run:
         world = run.begin("ab")
         pids, number = dict(world.pids), run.round()
         killed = ensemble.kill_leader()
@@ -131,8 +131,6 @@ def test_leader_dies_while_torchrun_trains(
         joined = run.await_world("abc", by_rank=True)
         record_property("late node trains, s", round(Pause.of(joined, late).trained, 2))
         assert run.round() == number + 1
-    finally:
-        run.close()
     assert run.split() is None
 
 

@@ -113,11 +113,8 @@ def test_one_that_is_killed_before_it_confirms_its_rank(
 def test_two_that_are_killed_at_once(
     store: RunningStore, tmp_path: Path, killed: str, record_property: Measure
 ) -> None:
-    job = Job(tmp_path, store, nodes="1:3", links="true", **DEFAULTS)
-    try:
+    with closing(Job(tmp_path, store, nodes="1:3", links="true", **DEFAULTS)) as job:
         took = measured(job, killed)
-    finally:
-        job.close()
     record_property("last worker began again, s", round(took, 2))
 
 
@@ -303,8 +300,7 @@ def test_rdzv_run_waits_for_no_lease_to_learn_why_its_workers_failed(
     store: RunningStore, tmp_path: Path, record_property: Measure
 ) -> None:
     options = {"nodes": "2:3", "links": "true", "max_restarts": None, **DEFAULTS}
-    job = Job(tmp_path, store, launcher=RDZV_RUN, **options)
-    try:
+    with closing(Job(tmp_path, store, launcher=RDZV_RUN, **options)) as job:
         job.begin("abc")
         await_links(job, "abc")
         workers = [pid for name in "ac" for pid in job.agents[name].workers()]
@@ -319,6 +315,4 @@ def test_rdzv_run_waits_for_no_lease_to_learn_why_its_workers_failed(
         assert f"lost {job.label('b')}: its process is gone" in document.reason
         for name in "ac":
             job.await_line(name, "the workers failed because the round is over")
-    finally:
-        job.close()
     record_property("last worker began again, s", round(max(world.began.values()) - killed, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,8 +73,7 @@ def test_nobody_is_refused_who_has_the_new_secret_first(
     administrator: Administrator, run_id: str
 ) -> None:
     """The server cuts their connections; what is under way goes on with the new secret."""
-    client = administrator.store.open(run_id)
-    try:
+    with closing(administrator.store.open(run_id)) as client:
         for number in range(3):
             version = client.put("key", b"%d" % number)
             waiting = Background(lambda: client.wait("key", version, 60))  # noqa: B023
@@ -85,13 +85,10 @@ def test_nobody_is_refused_who_has_the_new_secret_first(
             found = waiting.result(SOON)
             assert found is not None
             assert found.value == b"value"
-    finally:
-        client.close()
 
 
 def test_secret_that_is_away_costs_attempts(administrator: Administrator, run_id: str) -> None:
-    client = administrator.store.open(run_id, request_timeout=1)
-    try:
+    with closing(administrator.store.open(run_id, request_timeout=1)) as client:
         client.put("key", b"value")
         for content in (None, ""):
             administrator.file.unlink()
@@ -107,8 +104,6 @@ def test_secret_that_is_away_costs_attempts(administrator: Administrator, run_id
             administrator.hand_out()
             patiently(lambda: client.get("key"))
             administrator.store.open(run_id).close()
-    finally:
-        client.close()
 
 
 class Rotating:
@@ -159,8 +154,7 @@ def test_client_goes_on_with_the_new_certificates(
     with started(kind, security=security(old)) as store:
         rotating = Rotating(store, tmp_path / "clients")
         rotating.hand_out(old)
-        client = rotating.store.open(run_id, request_timeout=2)
-        try:
+        with closing(rotating.store.open(run_id, request_timeout=2)) as client:
             client.put("key", b"value")
             rotating.restart(new)
             # It trusts the old authority only.
@@ -182,8 +176,6 @@ def test_client_goes_on_with_the_new_certificates(
             rotating.hand_out(old, "cert_file", "key_file")
             with pytest.raises(AccessDeniedError):
                 rotating.store.open(run_id)
-        finally:
-            client.close()
 
 
 def patiently(request: Callable[[], T], seconds: float = SOON) -> T:
@@ -211,8 +203,7 @@ def test_old_nodes_and_a_late_one_meet(
     administrator: Administrator, tmp_path: Path, record_property: Measure
 ) -> None:
     """Two train; the password is replaced, and a third comes: one world of three."""
-    run = Run(tmp_path / "run", administrator.store, nodes="1:3")
-    try:
+    with closing(Run(tmp_path / "run", administrator.store, nodes="1:3")) as run:
         run.begin("ab")
         administrator.rotate()
         began = time.monotonic()
@@ -220,8 +211,6 @@ def test_old_nodes_and_a_late_one_meet(
         run.await_world("abc")
         record_property("one world after, s", round(time.monotonic() - began, 2))
         assert run.split() is None
-    finally:
-        run.close()
 
 
 def test_redis_cluster_goes_on_with_the_new_secret(tmp_path: Path, run_id: str) -> None:
@@ -240,14 +229,11 @@ def test_redis_cluster_goes_on_with_the_new_secret(tmp_path: Path, run_id: str) 
 
         let_in("~*", "&*", "+@all")
         config = {**topology.config, "user": "joe", "password_file": str(file)}
-        client = open_client("redis", topology.endpoint, run_id, config)
-        try:
+        with closing(open_client("redis", topology.endpoint, run_id, config)) as client:
             client.put("key", b"value")
             let_in()
             patiently(lambda: client.put("key", b"another"))
             open_client("redis", topology.endpoint, run_id, config).close()
-        finally:
-            client.close()
 
 
 class _OneDatabaseForEachKey(DynamoDB):
@@ -280,10 +266,9 @@ def test_dynamodb_reads_the_file_of_keys_again(
     node.start()
     try:
         config = {"create_table": "true", "region": "us-east-1"}
-        client = open_client(
-            "dynamodb", f"http://{HOST}:{port}", run_id, config, request_timeout=20
-        )
-        try:
+        with closing(
+            open_client("dynamodb", f"http://{HOST}:{port}", run_id, config, request_timeout=20)
+        ) as client:
             client.put("key", b"of the old key")
             hand_out("new")
             assert client.get("key") is None
@@ -296,8 +281,6 @@ def test_dynamodb_reads_the_file_of_keys_again(
             found = client.get("key")
             assert found is not None
             assert found.value == b"of the old key"
-        finally:
-            client.close()
     finally:
         node.end()
 

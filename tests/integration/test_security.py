@@ -9,6 +9,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
@@ -282,16 +283,13 @@ def test_torchrun_hides_the_secret(
     security = certificates.security(user="joe", password=secret, client=True)
     with started(KINDS[0], security=security) as store:
         monkeypatch.setenv("LOGLEVEL", "DEBUG")
-        run = TorchRun(tmp_path, store, nodes="1:1")
-        try:
+        with closing(TorchRun(tmp_path, store, nodes="1:1")) as run:
             run.start_at("a")
             monkeypatch.setenv("RDZV_PLUGINS_PASSWORD", wrong)
             began = run.start_at("b").started
             assert run.await_ends("b")["b"] != 0
             record_property("refused after, s", round(time.monotonic() - began, 2))
             run.await_world("a")
-        finally:
-            run.close()
     logs = {name: agent.log.read_text() for name, agent in run.agents.items()}
     assert "rdzv_endpoint" in logs["a"], "torch did not log its configuration"
     assert f"redis at {store.endpoint} refused the credentials" in logs["b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,7 @@ def test_sentinels_that_know_no_primary_refuse_nobody(tmp_path: Path, run_id: st
 def test_their_password_is_replaced(topology: Topology, file: Path, run_id: str) -> None:
     store = store_of(topology, sentinel_user="joe", sentinel_password_file=str(file))
     host, _, port = topology.endpoint.rpartition(":")
-    client = store.open(run_id, request_timeout=2)
-    try:
+    with closing(store.open(run_id, request_timeout=2)) as client:
         client.put("key", b"value")
         new = secrets.token_hex(8)
         admin: Any = redis.Redis(host, int(port), username="joe", password=SENTINELS)
@@ -110,8 +110,6 @@ def test_their_password_is_replaced(topology: Topology, file: Path, run_id: str)
 
         assert until(goes_on, 30)
         store.open(run_id).close()
-    finally:
-        client.close()
 
 
 def test_tls_of_their_own(tmp_path: Path, run_id: str) -> None:

@@ -49,12 +49,9 @@ def live(pid: int) -> bool:
 
 
 def outcome(store: RunningStore, run_id: str) -> Outcome | None:
-    client = store.open(run_id)
-    try:
+    with closing(store.open(run_id)) as client:
         entry = client.get(STATE_KEY)
         return RoundDocument.decode(entry.value).outcome if entry else None
-    finally:
-        client.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -270,8 +267,7 @@ def test_the_others_go_on_at_a_signal_that_torch_was_told_of(
 ) -> None:
     """Slurm's USR1@120: they do not wait until the workers of the first have saved."""
     launcher = (*TORCHRUN, "--signals-to-handle=SIGTERM,SIGUSR1")
-    job = Job(tmp_path, store, nodes="1:2", launcher=launcher)
-    try:
+    with closing(Job(tmp_path, store, nodes="1:2", launcher=launcher)) as job:
         for name in "ab":
             job.start_at(name, training={"saving": 12 if name == "a" else 0})
         job.await_begun("ab")
@@ -280,8 +276,6 @@ def test_the_others_go_on_at_a_signal_that_torch_was_told_of(
         took = time.monotonic() - told
         assert job.agents["a"].process.poll() is None, "it has saved already"
         record_property("the other began after, s", round(took, 2))
-    finally:
-        job.close()
 
 
 @pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGTERM])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from queue import Empty, SimpleQueue
 
 import pytest
@@ -390,14 +390,11 @@ def test_who_is_gone_and_answers_again_is_back(watcher: Watcher, peer: Peer) -> 
     linked(watcher, peer.port)
     peer.kill()
     assert watcher.hears() == ("gone", PEER)
-    again = Peer(peer.port)
-    try:
+    with closing(Peer(peer.port)):
         while (heard := watcher.hears()) == ("gone", PEER):
             pass  # Told again, where the other one takes long to begin.
         assert heard == ("back", PEER)
         assert until(watcher.has_link, PATIENCE)
-    finally:
-        again.close()
 
 
 def test_who_is_gone_is_told_of_once_more(
@@ -423,14 +420,11 @@ def test_who_was_refused_for_long_is_dialled_again(
     assert watcher.hears() == ("gone", PEER)
     assert until(lambda: watcher.links._peers[PEER]._pause > 4 * module._FIRST_PAUSE, PATIENCE)
     assert watcher.heard_nothing
-    again = Peer(peer.port)
-    try:
+    with closing(Peer(peer.port)) as again:
         assert watcher.hears() == ("back", PEER)
         linked(watcher, peer.port)
         again.kill()
         assert watcher.hears() == ("gone", PEER)
-    finally:
-        again.close()
 
 
 def test_a_proxy_between_that_refuses_tells_nothing_of_the_node(
