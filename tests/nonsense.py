@@ -6,9 +6,9 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-__all__ = ["ENVIRON", "SAMPLES", "reached", "speaking"]
+__all__ = ["ENVIRON", "SAMPLES", "reached", "serving", "speaking"]
 
 ENVIRON = {
     "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
@@ -76,22 +76,19 @@ def reached(store: str, address: tuple[str, int]) -> tuple[str, dict[str, str]]:
 
 
 @contextlib.contextmanager
-def speaking(sample: bytes, greets: bool) -> Iterator[tuple[str, int]]:
-    """A server that says this at each request; ``greets``: and before the first."""
+def serving(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
+    """A server that hands each connection to ``serve``, in a thread of its own."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def accept() -> None:
         with contextlib.suppress(OSError):
             while True:
                 line = listener.accept()[0]
-                threading.Thread(target=speak, args=(line,), daemon=True).start()
+                threading.Thread(target=handle, args=(line,), daemon=True).start()
 
-    def speak(line: socket.socket) -> None:
+    def handle(line: socket.socket) -> None:
         with contextlib.suppress(OSError), line:
-            if greets:
-                line.sendall(sample)
-            while line.recv(65536):
-                line.sendall(sample)
+            serve(line)
 
     threading.Thread(target=accept, daemon=True).start()
     try:
@@ -99,3 +96,15 @@ def speaking(sample: bytes, greets: bool) -> Iterator[tuple[str, int]]:
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
+
+
+def speaking(sample: bytes, greets: bool) -> contextlib.AbstractContextManager[tuple[str, int]]:
+    """A server that says this at each request; ``greets``: and before the first."""
+
+    def speak(line: socket.socket) -> None:
+        if greets:
+            line.sendall(sample)
+        while line.recv(65536):
+            line.sendall(sample)
+
+    return serving(speak)

@@ -13,7 +13,8 @@ from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.stores import open_client
 from rdzv_plugins.stores.nats import _Connection
 from rdzv_plugins.testing.threads import Background
-from tests.unit.test_http import CHUNKED, LONG, MEBIBYTE, endlessly, serving
+from tests.nonsense import serving
+from tests.unit.test_http import CHUNKED, LONG, MEBIBYTE, endlessly
 
 # For each store: what is sent once, what is sent without end, and what the error says.
 ENDLESS = {

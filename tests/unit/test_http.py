@@ -21,35 +21,13 @@ from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.stores._http import Http, Request, time_of
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
+from tests.nonsense import serving
 
 Serve = Callable[[socket.socket], None]
 Host = tuple[str, int]
 
 ASK = Request("GET", "/", {})
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-
-
-@contextlib.contextmanager
-def serving(serve: Serve) -> Iterator[Host]:
-    """A server that hands each connection to ``serve``, in a thread of its own."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                line = listener.accept()[0]
-                threading.Thread(target=handle, args=(line,), daemon=True).start()
-
-    def handle(line: socket.socket) -> None:
-        with contextlib.suppress(OSError), line:
-            serve(line)
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield listener.getsockname()
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
 
 
 def answer(line: socket.socket) -> None:
