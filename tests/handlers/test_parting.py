@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousInfo
 
 from rdzv_plugins.process import handler as handlers
 from rdzv_plugins.process.factory import rules_of
@@ -47,15 +47,24 @@ def are_told(*handlers: StoreRendezvousHandler) -> bool:
     return all(handler.num_nodes_waiting() for handler in handlers)
 
 
+def join_again(site: Site, *handlers: StoreRendezvousHandler) -> list[RendezvousInfo]:
+    site.await_that(lambda: are_told(*handlers))
+    return site.join(*handlers)
+
+
+def take_in(site: Site, new: StoreRendezvousHandler, *old: StoreRendezvousHandler) -> None:
+    """The next round of these, with a node more."""
+    joins = Background(new.next_rendezvous)
+    join_again(site, *old)
+    assert joins.result(20.0).world_size == len(old) + 1
+
+
 def with_a_newcomer(site: Site, low: int = 1, **options: Any) -> list[StoreRendezvousHandler]:
     """Two nodes of a round that ran, and the third of the next one, in this order."""
     old = [node(site, low, 3, **options) for _ in range(2)]
     site.join(*old)
     new = node(site, low, 3, **options)
-    joins = Background(new.next_rendezvous)
-    site.await_that(lambda: are_told(*old))
-    site.join(*old)
-    assert joins.result(20.0).world_size == 3
+    take_in(site, new, *old)
     return [*old, new]
 
 
@@ -63,8 +72,7 @@ def test_an_agent_that_fails_leaves_a_run_that_has_enough_without_it(site: Site)
     broken, *others = (node(site, 2, 3) for _ in range(3))
     site.join(broken, *others)
     assert end_with(broken, MISSING)
-    site.await_that(lambda: are_told(*others))
-    assert [info.world_size for info in site.join(*others)] == [2, 2]
+    assert [info.world_size for info in join_again(site, *others)] == [2, 2]
     assert site.document is not None
     label = broken._node.record.label
     assert f"{label} left (its agent failed (FileNotFoundError: [Errno 2] No such file or" in (
@@ -95,8 +103,7 @@ def test_where_all_agents_fail_at_once_the_run_is_closed_as_failed(site: Site, l
 def test_a_newcomer_whose_workers_fail_leaves(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     *old, new = with_a_newcomer(site)
     assert end_with(new, workers_failed())
-    site.await_that(lambda: are_told(*old))
-    assert [info.world_size for info in site.join(*old)] == [2, 2]
+    assert [info.world_size for info in join_again(site, *old)] == [2, 2]
     assert site.document is not None
     assert "left (its workers failed (rank 2 exited with 3))" in site.document.reason
     assert "this node leaves the run, which goes on without it: its workers failed" in caplog.text
@@ -107,17 +114,13 @@ def test_it_does_not_try_again_at_the_others_cost(site: Site) -> None:
     *old, new = with_a_newcomer(site)
     with pytest.raises(RendezvousError, match="has left: its workers failed, and it was new"):
         new.next_rendezvous()
-    site.await_that(lambda: are_told(*old))
-    assert [info.world_size for info in site.join(*old)] == [2, 2]
+    assert [info.world_size for info in join_again(site, *old)] == [2, 2]
 
 
 def test_with_restarts_to_spare_it_tries_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "max_restarts", lambda: 3)
     *old, new = with_a_newcomer(site)
-    joins = Background(new.next_rendezvous)
-    site.await_that(lambda: are_told(*old))
-    site.join(*old)
-    assert joins.result(20.0).world_size == 3
+    take_in(site, new, *old)
     with pytest.raises(RendezvousError, match="has left"):
         new.next_rendezvous()
 
@@ -126,30 +129,21 @@ def test_under_rdzv_run_it_has_all_its_restarts(site: Site) -> None:
     *old, new = with_a_newcomer(site)
     new.blames = True
     for _ in range(3):
-        joins = Background(new.next_rendezvous)
-        site.await_that(lambda: are_told(*old))
-        site.join(*old)
-        assert joins.result(20.0).world_size == 3
+        take_in(site, new, *old)
     assert end_with(new, workers_failed())
-    site.await_that(lambda: are_told(*old))
-    assert [info.world_size for info in site.join(*old)] == [2, 2]
+    assert [info.world_size for info in join_again(site, *old)] == [2, 2]
 
 
 def test_of_two_newcomers_each_may_leave_but_not_the_last_that_are_enough(site: Site) -> None:
     nodes = with_a_newcomer(site, low=2)
     first, second, new = nodes
     assert end_with(new, workers_failed())
-    site.await_that(lambda: are_told(first, second))
-    site.join(first, second)
+    join_again(site, first, second)
     another = node(site, 2, 3)
-    joins = Background(another.next_rendezvous)
-    site.await_that(lambda: are_told(first, second))
-    site.join(first, second)
-    joins.result(20.0)
+    take_in(site, another, first, second)
     # Of those that were there before it only one is left.
     first._leave()
-    site.await_that(lambda: are_told(second, another))
-    site.join(second, another)
+    join_again(site, second, another)
     assert end_with(another, workers_failed())
     assert site.document is not None
     assert site.document.outcome is Outcome.FAILED
@@ -160,16 +154,11 @@ def test_of_two_that_are_new_each_goes_on_where_the_agent_of_the_other_fails(sit
     old, *rest = with_a_newcomer(site, low=2)
     site.kill(rest[0])
     new = rest[1]
-    site.await_that(lambda: are_told(old, new))
-    site.join(old, new)
+    join_again(site, old, new)
     another = node(site, 2, 3)
-    joins = Background(another.next_rendezvous)
-    site.await_that(lambda: are_told(old, new))
-    site.join(old, new)
-    joins.result(20.0)
+    take_in(site, another, old, new)
     assert end_with(new, MISSING)
-    site.await_that(lambda: are_told(old, another))
-    assert [info.world_size for info in site.join(old, another)] == [2, 2]
+    assert [info.world_size for info in join_again(site, old, another)] == [2, 2]
 
 
 @pytest.mark.parametrize("options", [{}, {"min_uptime": 0.05}])
@@ -194,8 +183,7 @@ def test_those_of_the_first_round_end_the_run_as_ever(site: Site) -> None:
     site.join(first, second)
     # In the second round too, of those of the first.
     Background(first.next_rendezvous)
-    site.await_that(lambda: are_told(second))
-    site.join(second)
+    join_again(site, second)
     assert end_with(second, workers_failed())
     assert site.document is not None
     assert (site.document.phase, site.document.outcome) == (Phase.CLOSED, Outcome.FAILED)
@@ -204,13 +192,9 @@ def test_those_of_the_first_round_end_the_run_as_ever(site: Site) -> None:
 def test_who_comes_back_is_new_to_the_run_that_goes_on(site: Site) -> None:
     *old, new = with_a_newcomer(site)
     site.kill(new)
-    site.await_that(lambda: are_told(*old))
-    site.join(*old)
+    join_again(site, *old)
     back = node(site, 1, 3)
-    joins = Background(back.next_rendezvous)
-    site.await_that(lambda: are_told(*old))
-    site.join(*old)
-    joins.result(20.0)
+    take_in(site, back, *old)
     assert end_with(back, workers_failed())
     assert site.document is not None
     assert site.document.phase is not Phase.CLOSED
@@ -238,8 +222,7 @@ def test_an_agent_that_ends_before_its_workers_succeeded_is_no_success(site: Sit
 def test_a_newcomer_whose_agent_ends_without_an_error_leaves_the_others_alone(site: Site) -> None:
     *old, new = with_a_newcomer(site)
     assert new.shutdown()
-    site.await_that(lambda: are_told(*old))
-    site.join(*old)
+    join_again(site, *old)
     assert site.document is not None
     assert site.document.phase is not Phase.CLOSED
     assert new._node.record.status is Status.LEFT
@@ -263,8 +246,7 @@ def test_on_torch_2_6_the_launcher_says_what_failed_and_not_the_agent(
 def test_it_counts_for_quarantine(site: Site) -> None:
     *old, new = with_a_newcomer(site, quarantine_after=2)
     assert end_with(new, workers_failed())
-    site.await_that(lambda: are_told(*old))
-    site.join(*old)
+    join_again(site, *old)
     document = site.document
     assert document is not None
     assert [len(it.times) for it in document.strikes] == [1]

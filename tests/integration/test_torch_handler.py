@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from rdzv_plugins import stores
 from rdzv_plugins.kv import KeyValueClient, MemoryClient, MemoryServer
 from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.testing.harness import until
 from rdzv_plugins.torch.c10d_store import KeyValueStore
 from rdzv_plugins.torch.dynamic_handler import TAKES_KEEP_ALIVE, create_torch_handler
 from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend, create_backend
@@ -158,15 +159,6 @@ def mended(running_store: RunningStore) -> Iterator[Run]:
     opened.end()
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 15) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return condition()
-
-
 def masters(infos: list[RendezvousInfo]) -> set[tuple[str, int]]:
     found = [info.bootstrap_store_info for info in infos]
     return {(info.master_addr, info.master_port) for info in found if info is not None}
@@ -224,7 +216,7 @@ def add_a_late_node(run: Run) -> None:
     before = run.join(*early)
     before[0].store.set("from an earlier round", "x")
     late = run.start(newcomer)
-    assert eventually(lambda: [handler.num_nodes_waiting() for handler in early] == [1, 1])
+    assert until(lambda: [handler.num_nodes_waiting() for handler in early] == [1, 1], 15)
     assert not late.done()
     infos = [*run.join(*early), late.result(60)]
     assert_one_world(infos)
@@ -257,7 +249,7 @@ def test_closing_is_seen_by_all_and_keeps_newcomers_out(run: Run) -> None:
     assert [handler.is_closed() for handler in members] == [False, False]
     members[0].set_closed()
     assert members[0].is_closed()
-    assert eventually(members[1].is_closed)
+    assert until(members[1].is_closed, 15)
     with pytest.raises(RendezvousClosedError):
         run.node(2, 3).next_rendezvous()
     with pytest.raises(RendezvousClosedError):
@@ -269,7 +261,7 @@ def test_shutdown_closes_the_run(run: Run) -> None:
     run.join(*members)
     assert members[0].shutdown()
     run.handlers.remove(members[0])
-    assert eventually(members[1].is_closed)
+    assert until(members[1].is_closed, 15)
 
 
 def test_the_survivors_of_a_lost_rank_0_form_a_round(run: Run) -> None:
@@ -292,7 +284,7 @@ def lose_rank_0(run: Run) -> None:
     assert_one_new_master(run, infos, before)
     # The lost one comes back as a latecomer, not as the rank 0 it was.
     back = run.start(lost)
-    assert eventually(lambda: run.handlers[0].num_nodes_waiting() == 1)
+    assert until(lambda: run.handlers[0].num_nodes_waiting() == 1, 15)
     assert not back.done()
 
 
