@@ -49,7 +49,9 @@ class Master:
         return self._clock() - opening[1] if opening[0] == document.world_id else None
 
     def begin(self, world_id: str) -> Effects[None]:
-        """Have a TCPStore opened for this round; nothing waits for it."""
+        """Have a TCPStore opened for this round, unless it already is; nothing waits for it."""
+        if self._opening is not None and self._opening[0] == world_id:
+            return  # The node tries to write the round again.
         self._opening, self._opened, self._reopens = (world_id, self._clock()), None, False
         yield from OpenMaster(world_id, 0.0)
 
@@ -59,13 +61,12 @@ class Master:
         Raises `RendezvousStateError` if a retry does not help.
         """
         now = self._clock()
-        if self._opening is None or self._opening[0] != world_id:
-            yield from self.begin(world_id)
+        yield from self.begin(world_id)
         assert self._opening is not None
         since = self._opening[1]
-        is_late = now - since >= _AT_ONCE_SECONDS
+        is_slow = now - since >= _AT_ONCE_SECONDS
         is_due = self._reopens and not self._attempts.seconds_left
-        if is_due or not (self._opened is not None or self._reopens or is_late):
+        if is_due or not (self._opened is not None or self._reopens or is_slow):
             self._reopens = False
             yield from OpenMaster(world_id, _AT_ONCE_SECONDS)
         if self._opened is not None and self._opened[0] == world_id:
