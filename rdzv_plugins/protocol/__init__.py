@@ -79,7 +79,7 @@ Words:
 - *doubted*: silent, and given one more lease because many fell silent at once. Set by
   `FailureDetector.doubt`, read as ``forgiven`` and, by the leader, in `Situation.doubted`.
 - *accused*: a neighbour says in its record (``accuses``) that the node's process has ended. The
-  leader asks the node in the document (``accused``).
+  leader asks the node in the document (``accused``); if the leader is accused, the neighbour asks.
 - *lost*: silent for the lease, the reader's *lag* and the *forgiven* seconds together, or accused
   without an answer (`Situation.lost`).
 - *done*: its workers succeeded (`Status.DONE`, which the node writes itself).
@@ -97,7 +97,8 @@ Words:
   *runs*. Its *participants* have ranks; ``world_id`` tells apart two rounds of one number.
 - *document*: the one value that all nodes agree on. Its *place* is its round and phase; a store
   only moves it forward. *Latest*: the document of the highest place that a node has read.
-- *leader*: the node that turns records into rounds. The *bell* wakes it; a *successor* replaces it.
+- *leader*: the node that turns records into rounds. The *bell* wakes it. A *successor* is whichever
+  node takes the lead next: nobody appoints it, and the nodes try in turn.
 - *last call*: the time for which a round that has enough nodes waits for more.
 - *newcomer*: a node that waits while a round runs, and that may end it; *spare*: a node that waits
   and may not end it now.

@@ -22,7 +22,8 @@ from rdzv_plugins.protocol.rules import View
 _LARGE_PART, _FEWEST = 3, 8
 # A document names at most this many accused nodes at once.
 _MOST_NAMED = 64
-# An accused node has this many times the larger delay of itself and of this node to answer.
+# Besides `answer_timeout` and the lag, an accused node has this many times the larger of its own
+# and this node's delay to answer.
 _TIMES = 4.0
 # A node that waits for rank 0 in a network check reads the document only once a second; clocks
 # differ.
@@ -157,5 +158,5 @@ def _accused(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict
 def _too_many(document: RoundDocument, accused: Mapping[str, object]) -> bool:
     gone = {*document.absent, *(it.node for it in document.accused if it.lost)}
     many = len(accused.keys() - gone)
-    world = (document.ranks or document.old_ranks).keys() - gone
+    world = (document.ranks or document.previous_order).keys() - gone
     return many >= _FEWEST and many * _LARGE_PART > len(world)

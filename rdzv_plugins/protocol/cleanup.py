@@ -1,8 +1,10 @@
 """How a run ends, and who deletes its keys.
 
-`close_run` gives the keys of a closed run their end, and the store deletes them. A run that nobody
-closes ends by the deadline that its leader renews (`lead.Lead.renew`). `delete_earlier_rounds`
-deletes what earlier rounds left, once the next round runs. `rdzv clean` deletes a whole run.
+`close_run` gives the keys of a closed run their end, and the store deletes them. While ranks train
+on after a close by request, they put that end off (`Writer.keep_id`). A run that nobody closes ends
+by the deadline that its leader renews (`Lead.renew`). `delete_earlier_rounds` deletes what earlier
+rounds left, once the next round runs. A node deletes its own record when it finds the run closed
+(`Writer.clear_away`, `Writer.ask_tombstone`). `rdzv clean` deletes a whole run.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _is_over_time(view: View) -> bool:
 
     A named node gets one more lease, because a time-out would abort a round that is about to run.
     """
-    if not view.is_late or waits_for_a_living_round(view):
+    if not view.join_timed_out or waits_for_a_living_round(view):
         return False
     document = view.document
     if document is None or document.phase is not Phase.CONFIRMING or view.me not in document.ranks:
@@ -365,7 +365,7 @@ def _confirm_its_rank(view: View, document: RoundDocument) -> Action | None:
 def _ask_for_a_round(view: View, document: RoundDocument) -> Action | None:
     """Exclusivity: say that this node is in no round, if it had a rank or its record says so."""
     record, last = view.record, round_in(document, view.record)
-    if document.phase is Phase.FORMING and view.me in document.old_ranks:
+    if document.phase is Phase.FORMING and view.me in document.previous_order:
         # This node had a rank in a round that never ran, or whose document it never saw.
         if not record.asks or last < document.round - 1:
             round_ = max(last, document.round - 1)
@@ -457,7 +457,7 @@ def _ask_the_leader(view: View, document: RoundDocument, leader: str) -> Action 
 
 def _successor_pause(view: View, document: RoundDocument) -> float:
     """Seconds that this node waits for other successors; they take turns in rank order."""
-    rank = document.ranks.get(view.me, document.old_ranks.get(view.me))
+    rank = document.ranks.get(view.me, document.previous_order.get(view.me))
     turn = _spread(view, document)
     if rank is not None:
         before = (document.participants or document.previous)[:rank]
@@ -551,7 +551,6 @@ def _doubt(view: View, at: Situation) -> Action | None:
         return None
     begins = not any(view.forgiven(node) for node in late)
     nodes = sorted(node for node in late if view.forgiven(node) is None)
-    # No node is late if the lease that ran out is shorter than a beat may take.
     return Doubt(tuple(nodes), begins, len(late), len(world)) if nodes else None
 
 
@@ -607,7 +606,7 @@ def _await_the_last_round(view: View, at: Situation) -> Action | None:
     if not at.pending:
         return None
     patience = rejoin_patience(view.rules, at.size)
-    gone = [node for node in at.gone if node in at.awaited]
+    gone = [node for node in at.previous_gone if node in at.awaited]
     if view.round_age >= patience:
         return Write(evicting(at, gone))
     if gone:
@@ -618,18 +617,22 @@ def _await_the_last_round(view: View, at: Situation) -> Action | None:
 
 def _await_the_doubted(view: View, at: Situation) -> Action | None:
     """Doubt: wait for doubted nodes that asked; in a full round only for the last round's nodes."""
-    full, previous = at.size >= at.sizes.most, at.document.old_ranks
+    full, previous = at.size >= at.sizes.most, at.document.previous_order
     unsure = [node for node in at.doubted if not full or node in previous]
     if not unsure:
         return None
-    if gone := [node for node in at.gone if node in at.awaited]:
+    if gone := [node for node in at.previous_gone if node in at.awaited]:
         return Write(without_the_gone(at, gone))
     return Wait(_until_lease(view, unsure), at.has_enough)
 
 
 def _name_the_gone(view: View, at: Situation) -> Action | None:
     """Name the gone nodes, also those that had asked for this round, while it waits for nodes."""
-    return Write(without_the_gone(at, at.gone)) if at.gone and not at.is_full else None
+    return (
+        Write(without_the_gone(at, at.previous_gone))
+        if at.previous_gone and not at.is_full
+        else None
+    )
 
 
 def _judge_too_few(view: View, at: Situation) -> Action | None:
@@ -713,11 +716,11 @@ def _end_the_round(view: View, at: Situation) -> Action | None:
     document, records = at.document, at.records
     # Ignore `rdzv restart` once a node's workers succeeded, because that node never joins again.
     ordered = bool(at.taken_out or (document.restart and not at.done))
-    lost = bool(at.newly_gone) and view.rules.restart_on_loss
+    ends_for_a_loss = bool(at.newly_gone) and view.rules.restart_on_loss
     grows = at.growth > 0 and policies.holds(view, at) is None
     planned = (ordered or grows) and seconds_left(view, at) is None
     hangs = stuck(view, at)
-    if not (at.rejoined or lost or planned or hangs):
+    if not (at.rejoined or ends_for_a_loss or planned or hangs):
         return None
     failed = [node for node in at.rejoined if records[node].failed]
     # A node without failed workers joins again if the store forgot its round.

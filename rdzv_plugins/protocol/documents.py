@@ -430,8 +430,8 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         leader: id of the node that turns records into rounds; None: it left, and a successor takes
             over.
         participants: ids in rank order; empty while the round forms, and if ``roster`` is set.
-        previous: while the round forms, the participants of the last round that are not accounted
-            for yet, in their old rank order; empty if ``previous_roster`` is set.
+        previous: while the round forms, the participants of the last round that are not known to be
+            gone or ``evicted``, in their old rank order; empty if ``previous_roster`` is set.
         roster, previous_roster: replace ``participants`` and ``previous`` if these are many.
         absent: participants that are gone from a running round that goes on without them.
         evicted: live nodes whose workers may still run, and for which no round waits.
@@ -529,7 +529,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def names(self, node: str) -> bool:
         """Whether the node is in this or the last round, as far as the rosters were read."""
-        return node in self.ranks or node in self.old_ranks
+        return node in self.ranks or node in self.previous_order
 
     @property
     def size(self) -> int:
@@ -556,7 +556,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return _ranks(self.participants, self.roster)
 
     @derived
-    def old_ranks(self) -> dict[str, int]:
+    def previous_order(self) -> dict[str, int]:
         """Each node's index in ``previous``, as far as it was read."""
         return _ranks(self.previous, self.previous_roster)
 
@@ -633,7 +633,7 @@ class NodeRecord(
 
     Attributes:
         names: its host's names in lower case, first the name for people; "" means the address.
-        beat: grows with every write; a node whose beat stands still is lost.
+        beat: grows with every write; a node whose beat stands still is silent, and in time lost.
         incarnation: the run to which ``round`` and ``world_id`` belong; None before the first
             round.
         round: the last round in which this node was named; -1 before the first one.

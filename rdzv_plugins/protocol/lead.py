@@ -109,7 +109,7 @@ class Lead:
             self._unrecorded = document, given, replace(self._gathered, confirming=confirming)
 
     def set_deadline(self) -> Effects[None]:
-        """Set the run's deadline when this node stops leading: no other node may be left."""
+        """Set the run's deadline when this node stops leading: it may be the last node."""
         if not self._expires:
             yield from Expire(self._rules.abandoned_ttl)
 

@@ -1,8 +1,8 @@
 """A node's neighbours in rank order: links to them, and what the links tell.
 
 A link ends with the process at its other end. The node then accuses the gone node in its record,
-and the leader asks the gone node to answer (`accusations`). Over links each node also sends its
-`Standing`.
+and the leader asks the gone node to answer (`accusations`); the accuser itself asks an accused
+leader. Over links each node also sends its `Standing`.
 """
 
 from __future__ import annotations

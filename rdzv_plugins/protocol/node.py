@@ -66,7 +66,7 @@ from rdzv_plugins.protocol.writer import Writer
 # then, because it may wait for a node that has died in the meantime.
 _LINKS_SECONDS = 1.0
 
-# A node that waits for rank 0's TCPStore looks at the document this often.
+# A node whose network check waits for rank 0's TCPStore looks at the document this often.
 _LOOK_SECONDS = 1.0
 
 _PAUSES = (Rest, Park)
@@ -344,7 +344,7 @@ class Node:
         self._nodes_waiting = nodes_waiting(view)
         if waits_for_a_living_round(view):
             self._join.start_over()  # torch's redundant nodes start over too.
-        elif view.is_late and not isinstance(action, _ENDS):
+        elif view.join_timed_out and not isinstance(action, _ENDS):
             # One more lease for a node with a rank, whose round may be about to run.
             self._join.deadline = seen.since.document + self.rules.lease
         if isinstance(action, _TELLS):

@@ -331,7 +331,8 @@ class Observer:
         self.answers.observe(records, asked, now)
         self.delays.listing = now - asked
         if self._outlived is not None:
-            # If this node is slow itself, the deposed leader may be just as slow: doubt it too.
+            # The restarted windows give the other nodes one more lease; no doubt may give another.
+            # The deposed leader gets one here if this node is slow, because it may be as slow.
             self.liveness.doubt(watched - (set() if self.delays.lag else {self._outlived}))
             self._outlived = None
         self._listed_at = self.listed_since = now

@@ -112,7 +112,7 @@ def known_ranks(document: RoundDocument | None) -> dict[str, dict[str, int]]:
     known: dict[str, dict[str, int]] = {}
     for nodes, shards, ranks in (
         (document.participants, document.roster, document.ranks),
-        (document.previous, document.previous_roster, document.old_ranks),
+        (document.previous, document.previous_roster, document.previous_order),
     ):
         if shards is None:
             known[digest_of(document.incarnation, nodes)] = ranks

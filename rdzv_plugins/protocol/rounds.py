@@ -152,8 +152,8 @@ def naming_participants(at: Situation) -> RoundDocument:
     chosen = tuple(policies.chosen(at))
     taken = {*chosen}
     failed = [records[node].label for node in survivors if records[node].failed]
-    # `Situation.gone` includes nodes that had asked for this round and were lost since.
-    cause = amended(document.cause, records, at.gone, at.by_accusation).plus(failed=failed)
+    # `Situation.previous_gone` includes nodes that had asked for this round and were lost since.
+    cause = amended(document.cause, records, at.previous_gone, at.by_accusation).plus(failed=failed)
     surplus = [records[node].label for node in survivors if node not in taken]
     if surplus or cause.surplus:  # cause.surplus is from rounds that never ran.
         cause = replace(

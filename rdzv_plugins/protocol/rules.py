@@ -184,8 +184,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         latency: seconds that the last listing took, or by which this node's last pause was too
             long, whichever is more.
         until_first_lease: seconds until the first lease could run out, from the shortest lease and
-            the longest silence; None: one has run out, or this is not known. A leader that knows it
-            skips the look at each node.
+            the longest silence. A leader that knows it skips the look at each node; None: look, as
+            a lease has run out or the time is not known.
     """
 
     me: str
@@ -232,7 +232,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return self.confirmed.incarnation if self.confirmed is not None else None
 
     @property
-    def is_late(self) -> bool:
+    def join_timed_out(self) -> bool:
         """Whether the join of the waiting agent has timed out."""
         return self.joining and self.join_left <= 0
 
@@ -287,7 +287,7 @@ class Failure(StrEnum):
     DRAINED = "drained"
     """A person took this node out of the run."""
     AT_FAULT = "at fault"
-    """This node failed the network check with several others, and is unfit."""
+    """The network check failed between this node and several others: this node is unfit."""
     MISMATCH = "mismatch"
     """The run was started with other ``--nnodes``."""
     TIMEOUT = "timeout"
@@ -325,7 +325,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """Raise in the agent's call."""
+    """End the join without a round; `process.explain` says how the agent's call ends."""
 
     failure: Failure
 

@@ -91,7 +91,7 @@ def _silent_nodes(
 
 
 def _all_nodes(document: RoundDocument, records: Mapping[str, NodeRecord]) -> set[str]:
-    return {*records, *document.ranks, *document.old_ranks}
+    return {*records, *document.ranks, *document.previous_order}
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -123,7 +123,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @derived
     def live(self) -> set[str]:
-        """Nodes that have not left, and are neither silent nor found gone."""
+        """Nodes that have not left, are not silent, and did not end by an accusation. A done node
+        is live while it beats.
+        """
         return {
             node
             for node, record in self.records.items()
@@ -169,7 +171,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     @derived
-    def gone(self) -> list[str]:
+    def previous_gone(self) -> list[str]:
         """Participants of the last round that have left, are done, or are lost."""
         return [node for node in self.document.previous if self.is_gone(node)]
 
@@ -178,7 +180,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Live participants of the last round for which this round waits."""
         if not self.awaited:
             return ()
-        gone = {*self.gone}
+        gone = {*self.previous_gone}
         return tuple(
             node for node in self.document.previous if node in self.awaited and node not in gone
         )

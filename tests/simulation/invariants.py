@@ -1257,7 +1257,7 @@ class Checker:
             raise InvariantError("places", f"{[*where.values()]}: {show(after)}")
         ran = self._last_ran.get(after.incarnation)
         # The forming document has at the end whom its writer had not known of.
-        orders = [before.old_ranks if before else {}, ran[0].ranks if ran else {}]
+        orders = [before.previous_order if before else {}, ran[0].ranks if ran else {}]
 
         def keeps(old: Mapping[str, int], domain: str) -> bool:
             # Another may have to be rank 0.

@@ -421,7 +421,7 @@ def _with_records(view: View, concerned: Callable[[str, NodeRecord], bool], **fi
 def _watching(view: View, change: Callable[[str, Watched], Mapping[str, Any]]) -> View:
     """The same, where the node has seen something else of those that it watches."""
     nodes = {*(view.records or {}), *view.watched, MISSING}
-    nodes |= {*view.document.ranks, *view.document.old_ranks} if view.document else set()
+    nodes |= {*view.document.ranks, *view.document.previous_order} if view.document else set()
     known = {it: view.watched.get(it) or Watched(None, view.now, view.now) for it in nodes}
     changed = {node: dataclasses.replace(it, **change(node, it)) for node, it in known.items()}
     return replace(view, watched=changed)

@@ -47,7 +47,9 @@ POLICIES: tuple[Policy, ...] = (
     Selection(),
     Ranks(),
 )
-"""The first answer counts; each policy chooses among the nodes that the policy before it chose."""
+"""All are asked, in this order: the first answer to `hold`, `judge` or `leave` counts; `keep_out`
+and `admit` add up; `choose` and `note` change what the policy before them returned.
+"""
 
 
 def keeps_out(

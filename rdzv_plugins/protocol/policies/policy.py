@@ -62,6 +62,9 @@ class Policy:
     The leader asks, with the `situation.Situation` of the run. Every node asks `delays` and
     `leave`, with the document and its own record. All answers must be pure functions, and cheap
     unless the option of the policy is set: a leader of 10,000 nodes asks at each decision.
+
+    A property of the host alone, such as its memory, needs no policy: it is a check in
+    `rdzv_plugins.health`.
     """
 
     def keep_out(
@@ -69,8 +72,7 @@ class Policy:
     ) -> Mapping[str, Reason]:
         """Nodes that no round may name. A round that names such a node ends without waiting for it.
 
-        This method has no options. A limit on nodes that ask is for `admit`, which has
-        ``at.rules``; a property of the host alone is a check in `rdzv_plugins.health`.
+        This method has no options. A limit on nodes that ask is for `admit`: it has ``at.rules``.
         """
         return NOTHING
 

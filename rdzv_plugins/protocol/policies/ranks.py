@@ -120,8 +120,8 @@ def old_places(document: RoundDocument, records: Mapping[str, NodeRecord]) -> Ma
         if record.rank is not None and document.ran is not None and record.world_id == document.ran
     }
     places: dict[str, float] = {**known}
-    last, step = -1.0, 1 / (len(document.old_ranks) + 1)
-    for node in sorted(document.old_ranks, key=document.old_ranks.__getitem__):
+    last, step = -1.0, 1 / (len(document.previous_order) + 1)
+    for node in sorted(document.previous_order, key=document.previous_order.__getitem__):
         last = places.setdefault(node, last + step)
     return places
 
