@@ -58,6 +58,8 @@ def handler_factory(client: str) -> HandlerFactory:
     return HandlerFactory(client)
 
 
+# Cached, because reading torch's metadata takes a sixth of the time of creating a handler.
+@cache
 def refuse_without_torch(who: str) -> None:
     """Raise `ValueError`, which says what ``who`` needs, if torch is missing or too old.
 
