@@ -23,7 +23,7 @@ from rdzv_plugins.kv import KeyValueClient, RendezvousStateError
 from rdzv_plugins.testing.threads import together
 from tests import Measure
 from tests.integration.agents import Run, one_world, until
-from tests.integration.certificates import Certificates
+from tests.integration.credentials import Certificates
 from tests.integration.programs.gateway import Gateway, gateway
 from tests.integration.stores import KINDS, RunningStore, started
 

@@ -40,7 +40,7 @@ from rdzv_plugins.testing.harness import until
 from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 from tests.integration import topologies
 from tests.integration.agents import Run, one_world
-from tests.integration.certificates import Certificates
+from tests.integration.credentials import Certificates
 from tests.integration.stores import (
     GUARDED,
     KINDS,

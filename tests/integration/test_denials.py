@@ -17,8 +17,8 @@ import pytest
 from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.observe.history import archive_run_id
 from rdzv_plugins.testing.threads import Background
-from tests.integration.administrators import ADMINISTRATORS, Administrator, administered
 from tests.integration.agents import Run, one_world, until
+from tests.integration.credentials import ADMINISTRATORS, Administrator, administered
 from tests.integration.stores import GUARDED, Kind, started
 from tests.servers import Security
 

@@ -12,7 +12,8 @@ import pytest
 
 from tests import Measure
 from tests.integration import forked
-from tests.integration.exhausted import (
+from tests.integration.jobs import LEASE, Job
+from tests.integration.launchers import (
     AS_USER,
     WITHOUT_THREADS,
     allow_threads,
@@ -20,7 +21,6 @@ from tests.integration.exhausted import (
     no_threads,
     open_to_all,
 )
-from tests.integration.jobs import LEASE, Job
 from tests.integration.stores import RunningStore, every_store
 
 pytestmark = pytest.mark.timeout(240)

@@ -14,9 +14,9 @@ import pytest
 
 from rdzv_plugins.protocol.documents import Phase
 from tests.fleet.agents import RDZV_RUN, TORCHRUN
-from tests.integration.exhausted import NO_ROOM
 from tests.integration.hosts import in_namespaces
 from tests.integration.jobs import PATIENCE, Begin, Run, runs
+from tests.integration.launchers import NO_ROOM
 from tests.integration.stores import KINDS, RunningStore, running
 
 pytestmark = pytest.mark.timeout(240)

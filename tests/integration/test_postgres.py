@@ -26,7 +26,7 @@ from rdzv_plugins.testing.threads import Background
 from tests import Measure
 from tests.integration import agents
 from tests.integration.agents import Run, Watch, await_beats, one_world
-from tests.integration.certificates import Certificates
+from tests.integration.credentials import Certificates
 from tests.integration.stores import KINDS, RunningStore, role_of_postgres, started
 from tests.servers import LocalServer, Security, ServerError, start
 from tests.servers.postgres import Postgres

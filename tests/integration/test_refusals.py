@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from rdzv_plugins.testing import Proxy
-from tests.integration.administrators import ADMINISTRATORS, Administrator, administered
 from tests.integration.agents import Agent, Run, one_world, until
+from tests.integration.credentials import ADMINISTRATORS, Administrator, administered
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.integration.test_kubernetes import ADMIN, VERBS, Cluster, allow, await_rights, manifests
 from tests.integration.test_kubernetes import KIND as KUBERNETES

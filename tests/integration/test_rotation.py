@@ -19,8 +19,7 @@ from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 from tests import Measure
 from tests.integration import topologies
-from tests.integration.administrators import ADMINISTRATORS, Administrator, administered
-from tests.integration.certificates import Certificates
+from tests.integration.credentials import ADMINISTRATORS, Administrator, Certificates, administered
 from tests.integration.jobs import Run
 from tests.integration.stores import GUARDED, Kind, RunningStore, absent, started
 from tests.integration.test_dashboard import record, write_run

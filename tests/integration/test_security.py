@@ -20,7 +20,7 @@ from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError
 from rdzv_plugins.settings.options import ServerOptions
 from tests import Measure
 from tests.integration.agents import Run, one_world, until
-from tests.integration.certificates import Certificates
+from tests.integration.credentials import Certificates
 from tests.integration.jobs import Run as TorchRun
 from tests.integration.stores import GUARDED, KINDS, Kind, RunningStore, started
 

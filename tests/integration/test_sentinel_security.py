@@ -15,7 +15,7 @@ import redis
 from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError
 from rdzv_plugins.testing.harness import until
 from tests.integration import topologies
-from tests.integration.certificates import Certificates
+from tests.integration.credentials import Certificates
 from tests.integration.stores import RunningStore
 from tests.integration.topologies import Topology
 from tests.servers import Security

@@ -21,9 +21,9 @@ from rdzv_plugins.testing.threads import Background
 from tests import Measure, replace
 from tests.fleet.agents import TORCHRUN
 from tests.integration import forked
-from tests.integration.administrators import ADMINISTRATORS, administered
 from tests.integration.agents import Run as Players
 from tests.integration.agents import crash
+from tests.integration.credentials import ADMINISTRATORS, administered
 from tests.integration.jobs import PATIENCE, Job
 from tests.integration.stores import RunningStore, every_store, role_of_postgres
 

@@ -1,4 +1,8 @@
-"""Who administers a store: changes the secret of the user "joe", and takes his rights away."""
+"""Credentials: the secrets and rights of a store's user "joe", and certificates.
+
+An `Administrator` changes joe's secret and takes his rights away. `Certificates` are of an
+authority of ours, and of a foreign one that nobody trusts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,8 +22,16 @@ from typing import Any, ClassVar
 import psycopg
 import pytest
 import redis
+import trustme
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from kazoo.client import KazooClient
 from kazoo.security import ACL, make_acl
+from trustme import KeyType
 
 from rdzv_plugins.kv.base import segments
 from rdzv_plugins.observe.history import EXCLUDED, LIST, archive_run_id
@@ -29,7 +41,7 @@ from tests.integration.stores import KINDS, RunningStore, started
 from tests.servers import Security, ServerProcess
 from tests.servers.http import ask
 
-__all__ = ["ADMINISTRATORS", "Administrator", "administered"]
+__all__ = ["ADMINISTRATORS", "Administrator", "Certificates", "Pair", "administered"]
 
 
 def prefixes_of(run_id: str) -> list[str]:
@@ -382,3 +394,81 @@ def administered(kind: type[Administrator], folder: Path) -> Iterator[Administra
         for name in ("USER", "PASSWORD", "TOKEN"):
             patch.delenv(f"RDZV_PLUGINS_{name}", raising=False)
         yield kind(store, folder / "secret")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Paths of a certificate and of its private key."""
+
+    cert_file: str
+    key_file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """Paths of PEM files.
+
+    Attributes:
+        ca_file: the authority that signed all but what is foreign.
+        foreign_ca_file: another authority.
+        server: names 127.0.0.1 and localhost.
+        misnamed: a server's, of another host.
+        client: what clients show.
+        foreign_client: a client's, signed by the other authority.
+    """
+
+    ca_file: str
+    foreign_ca_file: str
+    server: Pair
+    misnamed: Pair
+    client: Pair
+    foreign_client: Pair
+
+    @classmethod
+    def make(cls, folder: Path) -> Certificates:
+        """Write them into a folder."""
+        ours, foreign = trustme.CA(), trustme.CA()
+        return cls(
+            ca_file=_write(folder / "ca.pem", ours.cert_pem.bytes()),
+            foreign_ca_file=_write(folder / "foreign-ca.pem", foreign.cert_pem.bytes()),
+            # kube-apiserver signs with the key too, and reads no elliptic curve in this form.
+            server=_issue(folder / "server", ours, "127.0.0.1", "localhost", kind=KeyType.RSA),
+            misnamed=_issue(folder / "misnamed", ours, "elsewhere.example", kind=KeyType.RSA),
+            client=_issue(folder / "client", ours, "node.example"),
+            foreign_client=_issue(folder / "foreign-client", foreign, "node.example"),
+        )
+
+    def security(
+        self,
+        *,
+        user: str | None = None,
+        password: str | None = None,
+        server: Pair | None = None,
+        client: bool = False,
+    ) -> Security:
+        """A server with TLS; with ``client`` it demands a certificate of its clients too."""
+        shown = server or self.server
+        return Security(
+            user=user,
+            password=password,
+            ca_file=self.ca_file,
+            cert_file=shown.cert_file,
+            key_file=shown.key_file,
+            client_cert_file=self.client.cert_file if client else None,
+            client_key_file=self.client.key_file if client else None,
+        )
+
+
+def _issue(stem: Path, authority: trustme.CA, *names: str, kind: KeyType = KeyType.ECDSA) -> Pair:
+    issued = authority.issue_cert(*names, key_type=kind)
+    key = load_pem_private_key(issued.private_key_pem.bytes(), None)
+    # ZooKeeper reads no other form than PKCS #8.
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    chain = b"".join(part.bytes() for part in issued.cert_chain_pems)
+    return Pair(_write(stem.with_suffix(".pem"), chain), _write(stem.with_suffix(".key"), pem))
+
+
+def _write(file: Path, content: bytes) -> str:
+    file.touch(0o600)
+    file.write_bytes(content)
+    return str(file)
