@@ -1,4 +1,9 @@
-"""A signal at each point of an agent's life: announced at once, and the process ends."""
+"""A signal at each point of an agent's life: announced at once, and the process ends.
+
+Run as a program with an endpoint of Redis, a run id and the name of a case, it is such an agent,
+and prints a line when the signal may come. It plays torch's agent: its handlers of signals are
+torch's.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,22 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import api as torchs
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from rdzv_plugins.kv import KeyValueClient
+from rdzv_plugins.process.factory import create_handler
+from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
     STATE_KEY,
@@ -24,9 +37,184 @@ from rdzv_plugins.protocol.documents import (
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 from tests.integration.forked import Forked
-from tests.integration.signalled import CASES, RAISED, make
 from tests.integration.stores import KINDS, RunningStore, started
 from tests.servers.process import ServerProcess
+
+# A lease of a minute: what is seen earlier was announced.
+CONFIG = {"keep_alive_interval": 20, "join_timeout": 60, "last_call_timeout": 0}
+SAVING = 4.0
+# The exit status of a process that torch's handler of signals ends, by an exception.
+RAISED = 1
+
+
+def make(endpoint: str, run_id: str, nodes: int) -> StoreRendezvousHandler:
+    params = RendezvousParameters(
+        "redis", endpoint, run_id, nodes, nodes, local_addr="127.0.0.1", **CONFIG
+    )
+    handler = create_handler("redis", params)
+    assert isinstance(handler, StoreRendezvousHandler)
+    return handler
+
+
+def install_torchs_handlers() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, torchs._terminate_process_handler)
+
+
+def begin(case: str) -> None:
+    """The test waits for this line, and then sends the signal."""
+    os.write(1, b"%d at %s\n" % (os.getpid(), case.encode()))
+
+
+def await_the_signal() -> None:
+    # In short sleeps: a signal that comes just before a sleep begins is handled after it.
+    for _ in range(1200):
+        time.sleep(0.05)
+
+
+def poll(handler: StoreRendezvousHandler, case: str) -> NoReturn:
+    install_torchs_handlers()
+    handler.num_nodes_waiting()
+    begin(case)
+    while True:
+        handler.num_nodes_waiting()
+        time.sleep(0.05)
+
+
+def handled(handler: StoreRendezvousHandler) -> None:
+    """As with ``--signals-to-handle=SIGUSR1``: the agent stops its workers, which save."""
+    handler.next_rendezvous()
+    signal.signal(signal.SIGUSR1, torchs._terminate_process_handler)
+    try:
+        handler.num_nodes_waiting()
+        begin("handled")
+        await_the_signal()
+    except SignalException:
+        time.sleep(SAVING)
+        raise
+
+
+def joining(handler: StoreRendezvousHandler) -> None:
+    threading.Timer(0.3, begin, ["joining"]).start()
+    handler.next_rendezvous()
+
+
+def exchanging_roles(handler: StoreRendezvousHandler) -> None:
+    info = handler.next_rendezvous()
+    begin("roles")
+    info.store.get("torchelastic/role_info/7")
+
+
+def released(handler: StoreRendezvousHandler) -> None:
+    handler.next_rendezvous()
+    install_torchs_handlers()
+    begin("released")
+    await_the_signal()
+
+
+def saving(handler: StoreRendezvousHandler) -> None:
+    handler.next_rendezvous()
+    try:
+        poll(handler, "saving")
+    except SignalException:
+        time.sleep(SAVING)
+        raise
+
+
+def saving_at_once(handler: StoreRendezvousHandler) -> None:
+    """The signal comes before the agent's first look at its workers, an interval after start."""
+    handler.next_rendezvous()
+    install_torchs_handlers()
+    try:
+        begin("unpolled")
+        await_the_signal()
+    except SignalException:
+        time.sleep(SAVING)
+        raise
+
+
+def ending(handler: StoreRendezvousHandler) -> None:
+    handler.next_rendezvous()
+    install_torchs_handlers()
+    handler.num_nodes_waiting()
+    begin("ending")
+    time.sleep(0.5)  # The store goes away meanwhile.
+    handler.shutdown()
+
+
+def in_the_exit_barrier(handler: StoreRendezvousHandler) -> None:
+    info = handler.next_rendezvous()
+    install_torchs_handlers()
+    handler.num_nodes_waiting()
+    info.store.add("torchelastic/agent/terminal_state/num_members", 1)
+    begin("barrier")
+    info.store.wait(["torchelastic/agent/terminal_state/last_member"], timedelta(seconds=60))
+
+
+def with_a_handler_of_its_own(handler: StoreRendezvousHandler) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    handler.next_rendezvous()
+    handler.num_nodes_waiting()
+    begin("own")
+    await_the_signal()
+
+
+def joining_in_a_thread(handler: StoreRendezvousHandler) -> None:
+    Background(handler.next_rendezvous).result(30)
+    handler.num_nodes_waiting()
+    begin("thread")
+    await_the_signal()
+
+
+def forking(handler: StoreRendezvousHandler) -> None:
+    """Its children end in every way; then it gets the signal itself."""
+    handler.next_rendezvous()
+    install_torchs_handlers()
+    handler.num_nodes_waiting()
+
+    def wait_for_the_signal() -> None:
+        os.write(ready, b"x")
+        await_the_signal()
+
+    lives: list[Callable[[], object]] = [
+        sys.exit,
+        handler.shutdown,
+        handler.num_nodes_waiting,
+        wait_for_the_signal,
+    ]
+    for life in lives:
+        read, ready = os.pipe()
+        child = os.fork()
+        if child == 0:
+            life()
+            sys.exit(0)
+        if life is wait_for_the_signal:
+            os.read(read, 1)  # What comes before the child is ready, Python forgets.
+            os.kill(child, signal.SIGTERM)
+        ended = Background(lambda child=child: os.waitpid(child, 0)[1])  # type: ignore[misc]
+        status = os.waitstatus_to_exitcode(ended.result(60))
+        assert status == (RAISED if life is wait_for_the_signal else 0), status
+    assert handler._client.get(NODES_PREFIX + handler._node.id) is not None
+    record = handler._node.record
+    assert (record.status, handler._ended) == ("run", False)
+    poll(handler, "forking")
+
+
+CASES: dict[str, tuple[Callable[[StoreRendezvousHandler], None], int]] = {
+    # How it lives until the signal comes, and nodes in its round.
+    "joining": (joining, 2),
+    "roles": (exchanging_roles, 1),
+    "released": (released, 1),
+    "saving": (saving, 1),
+    "handled": (handled, 1),
+    "unpolled": (saving_at_once, 1),
+    "ending": (ending, 1),
+    "barrier": (in_the_exit_barrier, 2),
+    "own": (with_a_handler_of_its_own, 1),
+    "thread": (joining_in_a_thread, 1),
+    "forking": (forking, 1),
+}
+
 
 ANNOUNCED = {
     "joining SIGTERM": RAISED,
@@ -79,16 +267,16 @@ def play(store: RunningStore, run_id: str, tmp_path: Path) -> Callable[[str], En
 
     ``away`` and ``back`` are of the store.
     """
-    return lambda case: ending(store, run_id, case, tmp_path / "log")
+    return lambda case: end(store, run_id, case, tmp_path / "log")
 
 
-def ending(store: RunningStore, run_id: str, case: str, log: Path) -> Ending:
+def end(store: RunningStore, run_id: str, case: str, log: Path) -> Ending:
     life, *steps = case.split()
     environ = dict(os.environ)
     if "SIGUSR1" in steps:
         # As torch's launcher does.
         environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGUSR1"
-    program = [sys.executable, "-m", "tests.integration.signalled", store.endpoint, run_id, life]
+    program = [sys.executable, "-m", "tests.integration.test_signals", store.endpoint, run_id, life]
     with contextlib.ExitStack() as stack:
         agent = Forked(program, environ, log)
         stack.callback(agent.send_signal, signal.SIGKILL)
@@ -160,3 +348,11 @@ def test_without_a_store_the_process_ends_all_the_same(play: Callable[[str], End
 def test_one_that_is_done_stays_done(play: Callable[[str], Ending]) -> None:
     became = play(BARRIER)
     assert (became.status, became.record) == (RAISED, "done")
+
+
+if __name__ == "__main__":
+    # A shell that runs the tests in the background lets them ignore it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    endpoint, run_id, case = sys.argv[1:]
+    lives, nodes = CASES[case]
+    lives(make(endpoint, run_id, nodes))
