@@ -32,7 +32,7 @@ from rdzv_plugins.stores import _dynamodb_table
 from rdzv_plugins.testing import harness
 from rdzv_plugins.torch.c10d_store import KeyValueStore
 from tests.integration.agents import Run, one_world, until
-from tests.integration.start import FOLDER, blocks
+from tests.integration.pages import START, blocks
 from tests.integration.stores import KINDS, RunningStore, role_of_postgres, started
 from tests.integration.test_redis_rights import ask_for_everything
 from tests.integration.test_start import action, saved
@@ -44,7 +44,7 @@ PASSWORD = str(uuid.uuid4())
 
 def text_of(page: str, mark: str) -> str:
     """The one block of a start page in which ``mark`` stands."""
-    (text,) = (text for _, text in blocks(FOLDER / f"{page}.md") if mark in text)
+    (text,) = (text for _, text in blocks(START / f"{page}.md") if mark in text)
     return text
 
 
@@ -213,7 +213,7 @@ class _ZooKeeper(Guard):
     (_line,) = re.findall(
         r'create /rdzv "" (auth:rdzv:[cdrwa]+)\n', text_of("zookeeper", "addauth")
     )
-    (rights,) = re.findall("A job needs `([cdrwa]+)`", (FOLDER / "zookeeper.md").read_text())
+    (rights,) = re.findall("A job needs `([cdrwa]+)`", (START / "zookeeper.md").read_text())
     _words: ClassVar = {"c": "create", "d": "delete", "r": "read", "w": "write", "a": "admin"}
 
     def let_in(self, rights: Sequence[str]) -> RunningStore:

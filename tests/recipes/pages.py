@@ -10,7 +10,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from tests.integration.readme import Terminal, seen
+from tests.integration.pages import Terminal, seen
 
 ROOT = Path(__file__).resolve().parents[2]
 

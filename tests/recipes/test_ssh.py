@@ -14,7 +14,7 @@ import pytest
 
 from rdzv_plugins.testing.harness import until
 from tests.integration.hosts import bring_up_loopback
-from tests.integration.readme import seen
+from tests.integration.pages import seen
 from tests.recipes.pages import Node, block, descendants, kill, shorten, take
 
 _STEP = re.compile(r"step (\d+) in a world of (\d+), loss")

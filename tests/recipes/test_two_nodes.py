@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import Measure
-from tests.integration.readme import seen
+from tests.integration.pages import seen
 from tests.recipes.pages import Node, block, descendants, kill, lose_one, page, shorten, take
 
 # The page, its script and other files, how its command begins, the workers of a node.
