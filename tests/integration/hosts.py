@@ -1,6 +1,7 @@
 """Hosts as network namespaces: each with its own loopback, name, /etc/hosts and addresses.
 
-A program makes them in namespaces of its own (see `in_namespaces`), with which they end.
+A program makes them in namespaces of its own (see `in_namespaces`), with which they end. A `Scene`
+has such hosts, servers, and jobs whose agents run on the hosts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ctypes
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -17,25 +19,49 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rdzv_plugins.protocol.documents import STATE_KEY, Phase, RoundDocument
+from rdzv_plugins.settings.endpoint import parse_endpoint
+from rdzv_plugins.stores import open_client
+from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.proxy import Proxy
-from tests.integration.forked import Forked, is_forkable
+from tests import servers
+from tests.fleet.agents import World
+from tests.integration import forked
+from tests.integration.forked import Forked, ForkedFleet, is_forkable
+from tests.integration.jobs import TRAINS_WITH_TORCH, WORKER
 from tests.integration.stores import absent
+from tests.servers.process import find_file
 
 __all__ = [
+    "ATTEMPTS",
     "DEBIAN",
+    "INTERVAL",
+    "PATIENCE",
+    "PORT",
     "PROGRAM",
     "Host",
+    "HostsJob",
     "Network",
+    "Scene",
     "as_pid_1",
     "bring_up_loopback",
+    "check",
     "in_namespaces",
     "ip",
     "play",
+    "play_on_hosts",
 ]
+
+INTERVAL, ATTEMPTS = 0.5, 4
+PATIENCE = 60.0
+
+# Of the store, at any address.
+PORT = 6000
 
 PROGRAM = 254
 """In what the address of the program ends, in each network."""
@@ -208,6 +234,13 @@ def play(module: str, *arguments: str, seconds: float = 120) -> Any:
     return json.loads(next(it for it in reversed(shown.splitlines()) if it.startswith("{")))
 
 
+def play_on_hosts(module: str, *arguments: str) -> Any:
+    """The same of one that makes hosts; skips where it cannot."""
+    if shutil.which("ip") is None:
+        absent("ip is not installed")
+    return play(module, *arguments, seconds=200)
+
+
 def as_pid_1(*command: str) -> list[str]:
     """The command that runs this one as PID 1, as a container does; skips where it may not."""
     return [*_unshare("--pid", "--fork", "--kill-child", "--mount-proc"), *command]
@@ -229,3 +262,123 @@ def bring_up_loopback() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
         up = struct.pack("16sH14x", b"lo", _IFF_UP | _IFF_RUNNING)
         fcntl.ioctl(line, _SIOCSIFFLAGS, up)
+
+
+class HostsJob(ForkedFleet):
+    """A fleet whose agents run on hosts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        backend: str,
+        endpoint: str,
+        *,
+        nodes: str = "2",
+        environ: dict[str, str] | None = None,
+        trains: bool = False,
+        **config: object,
+    ) -> None:
+        super().__init__(
+            folder,
+            backend=backend,
+            endpoint=endpoint,
+            run_id=folder.name,
+            nodes=nodes,
+            config={
+                "keep_alive_interval": INTERVAL,
+                "keep_alive_max_attempt": ATTEMPTS,
+                "last_call_timeout": 0.5,
+                "join_timeout": 60,
+                **config,
+            },
+            environ=environ or {},
+            max_restarts=3,
+            script=TRAINS_WITH_TORCH if trains else [str(WORKER)],
+        )
+
+    def start_on(self, hosts: Sequence[Host], **config: object) -> None:
+        for host in hosts:
+            self.start(host.name, None, config, within=host.within)
+
+    def await_begun(self, size: int, after: float = 0.0) -> World:
+        """Wait until the workers of so many agents have begun in one world, since then."""
+
+        def found() -> World | None:
+            self.read_events()
+            whole = (it for it in self._worlds.values() if len(it.began) == it.size == size)
+            return next((it for it in whole if min(it.began.values()) > after), None)
+
+        return self.await_that(found, f"a world of {size}", PATIENCE)
+
+    def await_phase(self, phase: Phase) -> None:
+        """Wait until the run's round, of a quorum, is in this phase."""
+        hosts = ",".join(f"10.1.0.{ord(name) - ord('a') + 1}" for name in self.endpoint.split(","))
+        options = {"cluster": self.run_id}
+        with closing(
+            open_client("quorum", hosts, self.run_id, options, request_timeout=PATIENCE)
+        ) as client:
+
+            def found() -> bool:
+                entry = client.get(STATE_KEY)
+                return entry is not None and RoundDocument.decode(entry.value).phase is phase
+
+            self.await_that(found, f"a round that is {phase}", PATIENCE)
+
+    def logs(self) -> dict[str, list[str]]:
+        return {name: self.lines([name]) for name in self.agents}
+
+    def finish(self) -> None:
+        """Let all workers end by themselves, with success."""
+        for name in self.agents:
+            self.let_end(name)
+
+    def ends(self, timeout: float = PATIENCE) -> list[int]:
+        """The exit statuses of all agents, once they have ended."""
+        return [agent.process.wait(timeout) for agent in self.agents.values()]
+
+
+def check(host: Host, backend: str, endpoint: str, *arguments: str) -> list[str]:
+    """The lines of ``rdzv check`` on a host."""
+    command = [sys.executable, "-m", "rdzv_plugins.cli", "check", "-b", backend, "-e", endpoint]
+    return forked.run([*host.within, *command, *arguments]).stdout.splitlines()
+
+
+class Scene:
+    """What a scenario needs, and what is closed after it."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.enter, self.callback = stack.enter_context, stack.callback
+        self.folder = folder
+
+    def network(self, *names: str, **options: Any) -> list[Host]:
+        return self.enter(Network(names, **options)).hosts
+
+    def server(self) -> tuple[str, int]:
+        """The address of a Redis on the program's own host."""
+        return parse_endpoint(
+            self.enter(servers.start("redis")).endpoint, default_port=0, schemes=["redis"]
+        ).hosts[0]
+
+    def agent_of_consul(self, host: Host | None) -> None:
+        """Start a client on a host; a server on the program's own. It ends with its namespace."""
+        binary = find_file("consul", ["consul", "usr/bin/consul"])
+        if binary is None:
+            raise servers.NotInstalledError("consul is not installed")
+        folder = self.folder / f"consul-{host.name if host else 'server'}"
+        at = f"10.1.0.{host.number if host else PROGRAM}"
+        command = [str(binary), "agent", f"-node={folder.name}", f"-bind={at}"]
+        command += [f"-data-dir={folder}", "-log-level=warn"]
+        command += [f"-retry-join=10.1.0.{PROGRAM}"] if host else ["-server", "-bootstrap-expect=1"]
+        within = host.within if host else []
+        agent = subprocess.Popen([*within, *command], stdout=subprocess.DEVNULL)
+        self.callback(agent.wait)
+        self.callback(agent.kill)
+        ask = [*within, str(binary), "kv", "put", "is-ready", "yes"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        if not until(lambda: subprocess.run(ask, **quiet).returncode == 0, PATIENCE):  # type: ignore[call-overload]
+            raise TimeoutError(f"Consul's agent at {at} does not serve")
+
+    def job(self, backend: str, endpoint: str, name: str = "job", **options: Any) -> HostsJob:
+        job = HostsJob(self.folder / name, backend, endpoint, **options)
+        self.enter(job)
+        return job

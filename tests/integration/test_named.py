@@ -1,19 +1,208 @@
-"""Commands about jobs on several hosts, by the names and by the addresses of these."""
+"""Commands about jobs on several hosts, by the names and by the addresses of these.
+
+Run as a program, in namespaces of its own, it plays one scenario, and prints what the commands said
+as JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rdzv_plugins.cli import app
+from rdzv_plugins.testing.proxy import Proxy
 from tests import Measure
-from tests.integration import hosts
-from tests.integration.stores import absent
+from tests.integration.browser import browser
+from tests.integration.hosts import (
+    ATTEMPTS,
+    INTERVAL,
+    PATIENCE,
+    PORT,
+    PROGRAM,
+    Host,
+    HostsJob,
+    Scene,
+    play_on_hosts,
+)
+from tests.integration.stores import RunningStore
+from tests.integration.test_dashboard import dashboard, text
+from tests.integration.test_exporter import exporter, scrape
 
 pytestmark = pytest.mark.timeout(240)
+
+HOSTS = ("node1", "node2", "node3")
+# No shorter than a lease.
+CLOSED_TTL = 3
+_KNOWN = "127.0.0.1 localhost\n" + "".join(
+    f"10.1.0.{number} {name}\n" for number, name in enumerate(HOSTS, start=1)
+)
+
+
+class Named(Scene):
+    """A job on three hosts, and the commands about it.
+
+    The endpoint names the hosts of a quorum, or, with ``by`` "addresses", has their addresses.
+    Any other ``by`` takes the place of node3 there.
+    """
+
+    def __init__(self, stack: ExitStack, folder: Path, store: str, by: str) -> None:
+        super().__init__(stack, folder)
+        (folder / "hosts").write_text(_KNOWN)
+        subprocess.run(["mount", "--bind", str(folder / "hosts"), "/etc/hosts"], check=True)
+        self.hosts: list[Host] = self.network(*HOSTS, hosts_file=_KNOWN)
+        if store == "quorum":
+            self.endpoint = ",".join(
+                f"10.1.0.{it.number}" if by == "addresses" else it.name for it in self.hosts
+            )
+            if by not in ("names", "addresses"):
+                self.endpoint = f"node1,node2,{by}"
+        else:
+            proxy = self.enter(Proxy(self.server(), (f"10.1.0.{PROGRAM}", PORT)))
+            self.endpoint = "{}:{}".format(*proxy.address)
+        beats = f"keep_alive_interval={INTERVAL},keep_alive_max_attempt={ATTEMPTS}"
+        conf = f"closed_ttl={CLOSED_TTL},{beats}"
+        self.where = ("-b", store, "-e", self.endpoint, "-c", conf)
+        self.fleet: HostsJob = super().job(store, self.endpoint, nodes="1:3", closed_ttl=CLOSED_TTL)
+
+    def begin(self, hosts: int = 3) -> None:
+        self.fleet.start_on(self.hosts[:hosts])
+        self.fleet.await_begun(hosts)
+
+    def label(self, name: str) -> str:
+        return f"{name}[{self.fleet.agents[name].pid}]"
+
+    def rdzv(self, command: str, *arguments: str, run: str = "job") -> tuple[int, str]:
+        """The exit status and the output of a command."""
+        of_run = ("-i", run) if run else ()
+        done = CliRunner().invoke(app, [command, *of_run, *self.where, *arguments])
+        if isinstance(done.exception, SystemExit | None):
+            return done.exit_code, done.output
+        return 1, f"rdzv: {done.exception}"
+
+    def await_said(self, words: str, command: str, *arguments: str, run: str = "job") -> str:
+        """The output of a command, once it has these words."""
+
+        def found() -> str | None:
+            said = self.rdzv(command, *arguments, run=run)[1]
+            return said if words in said else None
+
+        return self.fleet.await_that(found, f"'{words}' of rdzv {command}", PATIENCE)
+
+
+def orders(scene: Named) -> dict[str, Any]:
+    """A host is named by its name, its address, or a node on it."""
+    scene.begin()
+    seen: dict[str, Any] = {
+        "labels": [scene.label(name) for name in HOSTS],
+        "status": scene.rdzv("status"),
+        "json": scene.rdzv("status", "--json"),
+        "unknown drain": scene.rdzv("drain", "node9"),
+        "unknown exclude": scene.rdzv("exclude", "node9"),
+        "later": scene.rdzv("exclude", "node9", "--later", "--why", "ECC errors"),
+        "excluded": scene.rdzv("excluded"),
+        "accuse": [scene.rdzv("accuse", it) for it in ("node2", "10.1.0.2", scene.label("node2"))],
+    }
+    for told, back in (("Node3", "10.1.0.3"), ("10.1.0.3", "node3")):
+        said = scene.rdzv("exclude", told, "--why", "ECC errors")
+        seen.setdefault("exclude", []).append(said)
+        seen.setdefault("while", []).append(scene.rdzv("status"))
+        seen.setdefault("include", []).append(scene.rdzv("include", back))
+        scene.await_said("3 running", "status")
+    seen["drain"] = scene.rdzv("drain", scene.label("node3"), "--why", "a new disk")
+    seen["history"] = scene.await_said("a new disk", "history", "--json", "-n", "1")
+    scene.fleet.finish()
+    return seen | {"statuses": scene.fleet.ends(), "logs": scene.fleet.logs()}
+
+
+def closed(scene: Named) -> dict[str, Any]:
+    """Nodes train on in a closed run for longer than its id would be taken without them."""
+    scene.begin(2)
+    seen: dict[str, Any] = {
+        "labels": [scene.label(name) for name in HOSTS[:2]],
+        "live": scene.rdzv("clean"),
+        "close": scene.rdzv("close"),
+    }
+    ends = time.monotonic() + 3 * CLOSED_TTL
+    scene.fleet.await_that(lambda: time.monotonic() > ends, "some time", PATIENCE)
+    seen["status"] = scene.rdzv("status")
+    seen["again"] = scene.rdzv("close")
+    seen["clean"] = scene.rdzv("clean")
+    scene.fleet.start_on(scene.hosts[2:])
+    seen["newcomer"] = scene.fleet.await_line("node3", "is closed (")
+    scene.fleet.finish()
+    seen["statuses"] = scene.fleet.ends()
+    if scene.where[1] != "quorum":  # Whose members end with the nodes.
+        seen["over"] = scene.await_said('"last":', "status", "--json")
+    return seen
+
+
+def of_a_quorum(scene: Named) -> dict[str, Any]:
+    """A run that nobody knows, a list of runs, a host that is down, and a drained member."""
+    before = scene.rdzv("list", run="")
+    scene.begin()
+    seen: dict[str, Any] = {
+        "before": before,
+        "labels": [scene.label(name) for name in HOSTS],
+        # The leader adds a run to the list a second after the round runs.
+        "list": scene.await_said("running", "list", run=""),
+        "unknown": [scene.rdzv(it, run="jobX") for it in ("status", "history", "clean", "close")],
+        "drain": scene.rdzv("drain", "node3"),
+        "check": scene.rdzv("check"),
+    }
+    scene.hosts[2].cut()
+    scene.await_said("2 of 3 members", "status")
+    seen["took, s"] = []
+    for _ in range(10):
+        began = time.monotonic()
+        seen["down"] = scene.rdzv("status")
+        seen["took, s"].append(time.monotonic() - began)
+    seen["check down"] = scene.rdzv("check")
+    seen["line"] = scene.fleet.await_line("node1", "members of the store are up")
+    scene.hosts[2].mend()
+    scene.fleet.finish()
+    return seen | {"statuses": scene.fleet.ends()}
+
+
+def misspelt(scene: Named) -> dict[str, Any]:
+    """The third host of the endpoint has no name that exists, or nobody is at its address."""
+    scene.begin(2)
+    seen: dict[str, Any] = {
+        "line": scene.fleet.await_line("node1", "members of the store are up"),
+        "status": scene.await_said("2 of 3 members", "status"),
+        "check": scene.rdzv("check")[1],
+    }
+    one_run = RunningStore(
+        name="quorum", backend="quorum", endpoint=scene.endpoint, config={"cluster": "job"}
+    )
+    up = ("rdzv_store_members_up", "job")
+    with exporter(one_run) as scraped, dashboard(one_run) as page, browser() as chrome:
+        seen["metric"] = scene.fleet.await_that(
+            lambda: scrape(scraped).get(up), "the metric", PATIENCE
+        )
+        chrome.get(page)
+        seen["page"] = scene.fleet.await_that(
+            lambda: text(chrome, "#degraded"), "the page's line", PATIENCE
+        )
+        # The page also shows the state of the store at each look; the run's line stays.
+        shown = text(chrome, "#live")
+        scene.fleet.await_that(lambda: text(chrome, "#live") != shown, "another look", PATIENCE)
+        seen["page later"] = text(chrome, "#degraded")
+    scene.fleet.finish()
+    return seen | {"statuses": scene.fleet.ends()}
+
+
+SCENARIOS = {it.__name__: it for it in (orders, closed, of_a_quorum, misspelt)}
+
 
 every_way = pytest.mark.parametrize(
     ("store", "by"),
@@ -26,9 +215,7 @@ every_way = pytest.mark.parametrize(
 
 
 def play(scenario: str, store: str, by: str) -> Any:
-    if shutil.which("ip") is None:
-        absent("ip is not installed")
-    return hosts.play("tests.integration.named", scenario, store, by, seconds=200)
+    return play_on_hosts("tests.integration.test_named", scenario, store, by)
 
 
 @every_way
@@ -131,3 +318,13 @@ def test_a_misspelt_host_of_a_quorum_is_told(third: str) -> None:
     assert seen["metric"] == 2
     assert seen["page"] == seen["page later"] == degraded
     assert seen["statuses"] == [0, 0]
+
+
+def main() -> None:
+    name, store, by = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        print(json.dumps(SCENARIOS[name](Named(stack, Path(folder), store, by))), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.timeout(240)
 
 soak = pytest.mark.soak
 
-
 # For documentation (RFC 5737). It sorts after loopback: it is not rank 0, which opens a TCPStore.
 SWALLOWED = "192.0.2.9"
 
