@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from tests.integration.jobs import Begin, runs
-from tests.integration.stores import KINDS, LONG, Kind, RunningStore, running, started
+from tests.integration.stores import KINDS, LONG, Kind, RunningStore, kind_of, running, started
 from tests.integration.wheels import build
 
 # On which stores `make test` runs the tests of a file. Of other files it runs those of
@@ -97,14 +97,14 @@ def running_store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
 def store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
     """A store of the test's own, since some stop it; redis unless the test says otherwise."""
     name = getattr(request, "param", "redis")
-    with running(next(kind for kind in KINDS if kind.name == name)) as started:
+    with running(kind_of(name)) as started:
         yield started
 
 
 @pytest.fixture(scope="module", params=["redis", "valkey"])
 def redis_server(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
     """A Redis, then a Valkey, of the module's own."""
-    with started(next(kind for kind in KINDS if kind.name == request.param)) as server:
+    with started(kind_of(request.param)) as server:
         yield server
 
 

@@ -37,7 +37,7 @@ from rdzv_plugins.kv.base import segments
 from rdzv_plugins.observe.history import EXCLUDED, LIST, archive_run_id
 from rdzv_plugins.protocol.documents import STATE_KEY
 from rdzv_plugins.testing.harness import until
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore, kind_of, started
 from tests.servers import Security, ServerProcess
 from tests.servers.http import ask
 
@@ -386,7 +386,7 @@ ADMINISTRATORS: list[type[Administrator]] = [
 @contextmanager
 def administered(kind: type[Administrator], folder: Path) -> Iterator[Administrator]:
     """A store of our own, and its administrator; clients have the secret from a file only."""
-    (row,) = (row for row in KINDS if row.name == kind.name)
+    row = kind_of(kind.name)
     with (
         started(row, security=kind.security()) as store,
         pytest.MonkeyPatch.context() as patch,

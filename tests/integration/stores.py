@@ -29,6 +29,7 @@ __all__ = [
     "RunningStore",
     "absent",
     "every_store",
+    "kind_of",
     "role_of_postgres",
     "running",
     "started",
@@ -175,6 +176,11 @@ KINDS = [
         client_environ={"AZURE_STORAGE_ACCOUNT_KEY": AZURITES_KEY},
     ),
 ]
+
+
+def kind_of(name: str) -> Kind:
+    return next(kind for kind in KINDS if kind.name == name)
+
 
 LONG = ("kubernetes", "s3", "azure")
 """Those whose servers only the long run has."""

@@ -26,7 +26,7 @@ from rdzv_plugins.testing.proxy import Proxy
 from rdzv_plugins.torch.master_store import TAKES_SOCKETS
 from tests import Measure
 from tests.integration.hosts import PATIENCE, PORT, PROGRAM, Host, Scene, check, play_on_hosts
-from tests.integration.stores import KINDS, running
+from tests.integration.stores import KINDS, kind_of, running
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -40,7 +40,7 @@ NAMED = "127.0.0.1 localhost\n::1 localhost\n10.1.0.{number} {name}\n"
 def at_loopback(scene: Scene, name: str, handler: str = "rdzv") -> dict[str, Any]:
     """The store is reached at each host's own loopback, and the host's name is 127.0.1.1."""
     hosts = scene.network("a", "b")
-    (kind,) = (it for it in KINDS if it.name == name)
+    kind = kind_of(name)
     store = scene.enter(running(kind))
     for host in hosts:
         scene.enter(host.forward(store.address, PORT))

@@ -25,7 +25,7 @@ from tests import Measure
 from tests.integration.agents import Run, one_world, until
 from tests.integration.credentials import Certificates
 from tests.integration.programs.gateway import Gateway, gateway
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore, kind_of, started
 
 KEYS = {"s3": "AWS_SECRET_ACCESS_KEY", "azure": "AZURE_STORAGE_ACCOUNT_KEY"}
 
@@ -34,13 +34,13 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[RunningStore]:
-    with started(next(kind for kind in KINDS if kind.name == "s3")) as store:
+    with started(kind_of("s3")) as store:
         yield store
 
 
 @pytest.fixture(scope="module", params=["s3", "azure"])
 def bucket(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
-    with started(next(kind for kind in KINDS if kind.name == request.param)) as store:
+    with started(kind_of(request.param)) as store:
         yield store
 
 

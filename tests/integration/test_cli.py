@@ -49,7 +49,7 @@ from rdzv_plugins.testing.threads import Background, together
 from tests import servers
 from tests.handlers.site import succeed
 from tests.integration import forked
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore, kind_of, started
 from tests.integration.test_dashboard import record, write_run
 
 
@@ -389,7 +389,7 @@ def test_the_list_comes_soon_whatever_the_intervals_are(
 
 def test_a_list_opens_no_connection_for_a_run_that_has_ended() -> None:
     """Of twelve runs ten had cost six connections each."""
-    with started(next(kind for kind in KINDS if kind.name == "redis")) as store:
+    with started(kind_of("redis")) as store:
         for name in ("one", "two"):
             write_run(store, name, {"n0": record(0, "10.0.0.1")})
         with closing(Redis.from_url(store.endpoint)) as redis:
@@ -414,7 +414,7 @@ def test_a_list_opens_no_connection_for_a_run_that_has_ended() -> None:
 
 
 def test_a_run_that_cannot_be_read_hides_no_other() -> None:
-    with started(next(kind for kind in KINDS if kind.name == "redis")) as store:
+    with started(kind_of("redis")) as store:
         for name in ("one", "two"):
             write_run(store, name, {"n0": record(0, "10.0.0.1")})
         with closing(store.open("two")) as client:

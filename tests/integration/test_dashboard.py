@@ -40,7 +40,7 @@ from rdzv_plugins.testing.harness import until
 from tests.integration.browser import browser, complaints
 from tests.integration.forked import serving
 from tests.integration.jobs import Job
-from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.stores import RunningStore, kind_of, running
 
 HTML = "<img src=/x onerror=document.title='owned'><b>bold</b>"
 
@@ -67,7 +67,7 @@ def test_ctrl_c_shows_no_traceback(store: RunningStore) -> None:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[RunningStore]:
-    with running(next(kind for kind in KINDS if kind.name == "redis")) as store:
+    with running(kind_of("redis")) as store:
         yield store
 
 

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.events.api import NodeState, RdzvEvent
 
 from tests.integration.jobs import Job
-from tests.integration.stores import RunningStore
+from tests.integration.stores import RunningStore, kind_of
 
 _RECORDED = ("-m", "tests.integration.launchers", "recorded", "torchrun")
 
@@ -61,9 +61,9 @@ def one_life(store: RunningStore, folder: Path, handler: str) -> tuple[Job, Even
 def lives(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[Job, Events]]:
-    from tests.integration.stores import KINDS, running
+    from tests.integration.stores import running
 
-    with running(next(kind for kind in KINDS if kind.name == "redis")) as store:
+    with running(kind_of("redis")) as store:
         return {
             handler: one_life(store, tmp_path_factory.mktemp(handler), handler)
             for handler in ("rdzv", "torch")

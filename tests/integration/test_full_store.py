@@ -22,7 +22,7 @@ from tests import Measure
 from tests.integration import topologies
 from tests.integration.agents import QUICK, Run, Watch, await_beats, one_world, until
 from tests.integration.jobs import Begin
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore, kind_of, started
 from tests.servers import Security, ServerProcess
 from tests.servers.etcd import Etcd
 from tests.servers.http import ask
@@ -166,7 +166,7 @@ TAKE_SOME = [pytest.param("zookeeper", marks=pytest.mark.soak), "nats"]
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[RunningStore]:
-    with started(next(kind for kind in KINDS if kind.name == "postgres")) as store:
+    with started(kind_of("postgres")) as store:
         yield store
 
 
@@ -177,7 +177,7 @@ def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Full]:
         with of_postgres(request.getfixturevalue("postgres")) as full:
             yield full
     elif name in ("redis", "valkey", "nats"):
-        with started(next(kind for kind in KINDS if kind.name == name)) as store:
+        with started(kind_of(name)) as store:
             yield of_nats(store) if name == "nats" else of_redis(store)
     elif name in ("sentinel", "cluster"):
         with getattr(topologies, name)(tmp_path) as topology:

@@ -35,12 +35,12 @@ from rdzv_plugins.stores.kubernetes import Client
 from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore, kind_of, started
 from tests.integration.test_rotation import patiently
 from tests.servers import Security
 from tests.servers.http import ask
 
-KIND = next(kind for kind in KINDS if kind.name == "kubernetes")
+KIND = kind_of("kubernetes")
 PAGE = Path(__file__).parents[2] / "docs/start/kubernetes-api.md"
 ADMIN = Security(user="root", password="admin-of-the-tests")
 VERBS = ["get", "list", "watch", "create", "update", "delete"]

@@ -27,7 +27,7 @@ from rdzv_plugins.cli import app
 from rdzv_plugins.kv import AccessDeniedError, RendezvousConnectionError, RendezvousStateError
 from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import together
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore, kind_of, started
 from tests.integration.test_security import form_a_round
 from tests.servers import Security, ServerProcess
 from tests.servers.nats import Nats
@@ -228,7 +228,7 @@ def test_without_jetstream(tmp_path: Path, run_id: str) -> None:
 
 @pytest.mark.parametrize("which", ["the one that is asked", "the leader"])
 def test_one_of_three_hangs(which: str, run_id: str) -> None:
-    with started(next(kind for kind in KINDS if kind.name == "nats"), nodes=3) as store:
+    with started(kind_of("nats"), nodes=3) as store:
         assert store.server is not None
         store.open(run_id).close()
         leader = store.server.leader()

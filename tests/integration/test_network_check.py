@@ -23,7 +23,7 @@ from rdzv_plugins.protocol.documents import Status
 from tests import Measure
 from tests.integration.hosts import bring_up_loopback, play
 from tests.integration.jobs import Begin, Job
-from tests.integration.stores import KINDS, RunningStore, absent, every_store, started
+from tests.integration.stores import KINDS, RunningStore, absent, every_store, kind_of, started
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -104,7 +104,7 @@ def main(name: str) -> None:
     bring_up_loopback()
     # It is no address of this network: what the loopback hands back is dropped, without a word.
     subprocess.run(["ip", "route", "add", SWALLOWED, "dev", "lo"], check=True)
-    kind = next(kind for kind in KINDS if kind.name == name)
+    kind = kind_of(name)
     with started(kind) as store, tempfile.TemporaryDirectory() as folder:
         seen = without_one(store, Path(folder))
     print(json.dumps(seen))  # noqa: T201

@@ -17,7 +17,7 @@ from tests.fleet.agents import RDZV_RUN, TORCHRUN
 from tests.integration.hosts import in_namespaces
 from tests.integration.jobs import PATIENCE, Begin, Run, runs
 from tests.integration.launchers import NO_ROOM
-from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.stores import RunningStore, kind_of, running
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -31,7 +31,7 @@ BROKEN = {
 
 @pytest.fixture(scope="module", params=["redis", pytest.param("etcd-v3", marks=pytest.mark.soak)])
 def store(request: pytest.FixtureRequest) -> Iterator[RunningStore]:
-    with running(next(kind for kind in KINDS if kind.name == request.param)) as started:
+    with running(kind_of(request.param)) as started:
         yield started
 
 

@@ -52,7 +52,7 @@ from rdzv_plugins.protocol.round_record import Durations, Member
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.testing.harness import until
 from tests import replace
-from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.stores import RunningStore, kind_of, running
 
 HOSTILE = {
     "controls": "x\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnol\u2066\u200b\ufeff\u2028\x85\r\n"
@@ -183,7 +183,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    with running(next(kind for kind in KINDS if kind.name == "redis")) as store:
+    with running(kind_of("redis")) as store:
         runs = []
         for place, of in PLACES.items():
             for kind, text in HOSTILE.items():

@@ -20,7 +20,7 @@ from rdzv_plugins.kv import RendezvousConnectionError
 from rdzv_plugins.testing.harness import present, until
 from tests.integration import agents
 from tests.integration.agents import Run, one_world
-from tests.integration.stores import KINDS, RunningStore, absent, started
+from tests.integration.stores import RunningStore, absent, kind_of, started
 from tests.servers import Security, ServerProcess
 from tests.servers.postgres import Postgres
 from tests.servers.process import HOST, Kind, find_file, free_ports
@@ -71,7 +71,7 @@ class PgBouncer(Kind):
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[RunningStore]:
-    with started(next(kind for kind in KINDS if kind.name == "postgres")) as store:
+    with started(kind_of("postgres")) as store:
         # Made here: the check of its rights needs it.
         store.open("first").close()
         yield store

@@ -27,11 +27,11 @@ from tests import Measure
 from tests.integration import agents
 from tests.integration.agents import Run, Watch, await_beats, one_world
 from tests.integration.credentials import Certificates
-from tests.integration.stores import KINDS, RunningStore, role_of_postgres, started
+from tests.integration.stores import RunningStore, kind_of, role_of_postgres, started
 from tests.servers import LocalServer, Security, ServerError, start
 from tests.servers.postgres import Postgres
 
-KIND = next(kind for kind in KINDS if kind.name == "postgres")
+KIND = kind_of("postgres")
 
 # Seconds for clients to find the promoted standby, on a machine that has other things to do too.
 PATIENCE = 30.0

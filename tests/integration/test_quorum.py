@@ -43,7 +43,7 @@ from rdzv_plugins.testing.harness import present, until
 from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
 from tests.integration.jobs import PATIENCE, Job
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore, kind_of, started
 from tests.integration.test_dashboard import ask, dashboard
 from tests.integration.test_exporter import exporter, scrape
 from tests.integration.test_killed import DEFAULTS, measured
@@ -676,7 +676,7 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
 
 @contextlib.contextmanager
 def three() -> Iterator[RunningStore]:
-    with started(next(kind for kind in KINDS if kind.name == "quorum"), nodes=3) as store:
+    with started(kind_of("quorum"), nodes=3) as store:
         yield store
 
 

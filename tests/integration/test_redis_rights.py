@@ -23,7 +23,7 @@ from rdzv_plugins.testing import KeyValueConformance, Store
 from rdzv_plugins.testing.harness import SLACK
 from tests.integration import topologies
 from tests.integration.agents import Run, one_world, until
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore, kind_of, started
 from tests.integration.topologies import Topology
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def let_in(server: RunningStore, rights: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningStore]:
-    with started(next(kind for kind in KINDS if kind.name == "redis")) as store:
+    with started(kind_of("redis")) as store:
         yield store
 
 

@@ -19,7 +19,7 @@ import pytest
 from rdzv_plugins.testing import Proxy
 from tests.integration.agents import Agent, Run, one_world, until
 from tests.integration.credentials import ADMINISTRATORS, Administrator, administered
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore, kind_of, started
 from tests.integration.test_kubernetes import ADMIN, VERBS, Cluster, allow, await_rights, manifests
 from tests.integration.test_kubernetes import KIND as KUBERNETES
 
@@ -165,7 +165,7 @@ def door_of(name: str, folder: Path) -> Iterator[Door]:
                 patch.delenv(f"RDZV_PLUGINS_{variable}", raising=False)
             yield Rights(Cluster(store), folder)
         elif name == "s3":
-            (kind,) = (kind for kind in KINDS if kind.name == name)
+            kind = kind_of(name)
             yield Gates(stack.enter_context(started(kind)), stack)
         else:
             (administrator,) = (it for it in ADMINISTRATORS if it.name == name)

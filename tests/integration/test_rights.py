@@ -33,7 +33,7 @@ from rdzv_plugins.testing import harness
 from rdzv_plugins.torch.c10d_store import KeyValueStore
 from tests.integration.agents import Run, one_world, until
 from tests.integration.pages import START, blocks
-from tests.integration.stores import KINDS, RunningStore, role_of_postgres, started
+from tests.integration.stores import RunningStore, kind_of, role_of_postgres, started
 from tests.integration.test_redis_rights import ask_for_everything
 from tests.integration.test_start import action, saved
 from tests.servers import Security
@@ -311,7 +311,7 @@ def guards() -> Iterator[Guarded]:
 
         def guard(name: str) -> Guard:
             if name not in running:
-                kind = next(kind for kind in KINDS if kind.name == name)
+                kind = kind_of(name)
                 cls = BY_NAME[name]
                 store = stack.enter_context(started(kind, security=cls.security()))
                 for variable in ("USER", "PASSWORD", "TOKEN"):
@@ -475,7 +475,7 @@ def test_the_rights_on_dynamodb_are_those_that_a_run_uses(
         boto.meta.events.register("before-call.dynamodb", lambda model, **_: asked.add(model.name))
         return boto
 
-    with started(next(kind for kind in KINDS if kind.name == "dynamodb")) as store:
+    with started(kind_of("dynamodb")) as store:
         # Of the first who opens the table, which is there now.
         monkeypatch.setattr(_dynamodb_table, "_connect", recorded)
         ask_for_everything(store.open, run_id)

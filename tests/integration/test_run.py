@@ -29,14 +29,14 @@ from tests.integration import forked
 from tests.integration.forked import Forked, is_forkable
 from tests.integration.hosts import as_pid_1
 from tests.integration.jobs import LEASE, Begin, Pause, Run, runs
-from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.stores import RunningStore, kind_of, running
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[RunningStore]:
-    with running(next(kind for kind in KINDS if kind.name == "redis")) as started:
+    with running(kind_of("redis")) as started:
         yield started
 
 

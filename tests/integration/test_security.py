@@ -22,7 +22,7 @@ from tests import Measure
 from tests.integration.agents import Run, one_world, until
 from tests.integration.credentials import Certificates
 from tests.integration.jobs import Run as TorchRun
-from tests.integration.stores import GUARDED, KINDS, Kind, RunningStore, started
+from tests.integration.stores import GUARDED, KINDS, Kind, RunningStore, kind_of, started
 
 # Far below the request timeout of 5 s: what trying again cannot mend is not tried again.
 PROMPT = 2.5
@@ -255,7 +255,7 @@ def test_zookeeper_digest(
     run_id: str, monkeypatch: Patch, certificates: Certificates, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By this scheme ZooKeeper knows no users: it guards a run for the user that made it."""
-    kind = next(kind for kind in KINDS if kind.name == "zookeeper")
+    kind = kind_of("zookeeper")
     # Of a client's certificate it would make a second identity, under which the others get in.
     with started(kind, security=certificates.security()) as store:
         right = {"RDZV_PLUGINS_USER": "joe", "RDZV_PLUGINS_PASSWORD": str(uuid.uuid4())}

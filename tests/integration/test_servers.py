@@ -17,7 +17,7 @@ from rdzv_plugins import servers as local
 from rdzv_plugins.kv import Entry, KeyValueClient, RendezvousConnectionError
 from rdzv_plugins.testing.harness import present, until
 from tests import servers
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import KINDS, RunningStore, kind_of, started
 from tests.servers import process
 from tests.servers.http import ask
 from tests.servers.process import free_ports, release
@@ -129,7 +129,7 @@ def test_closed_server_leaves_nothing() -> None:
 
 def test_a_stranger_does_not_get_into_postgres(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its user executes commands as the account of the server."""
-    with started(next(kind for kind in KINDS if kind.name == "postgres")) as store:
+    with started(kind_of("postgres")) as store:
         assert store.server is not None
         folder = store.server.nodes[0].directory
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -163,7 +163,7 @@ def test_a_stranger_executes_nothing_by_redis(
 @pytest.mark.soak
 def test_a_stranger_reads_no_logs_by_kubernetes() -> None:
     """The server's account may be root."""
-    with started(next(kind for kind in KINDS if kind.name == "kubernetes")) as store:
+    with started(kind_of("kubernetes")) as store:
         assert store.server is not None
         port, tls = store.server.nodes[0].port, servers.Security(cert_file="its own")
         assert ask(port, "GET", "/version", security=tls)[0] == 200

@@ -37,7 +37,7 @@ from rdzv_plugins.protocol.documents import (
 from rdzv_plugins.testing.harness import until
 from rdzv_plugins.testing.threads import Background
 from tests.integration.forked import Forked
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import RunningStore, kind_of, started
 from tests.servers.process import ServerProcess
 
 # A lease of a minute: what is seen earlier was announced.
@@ -256,7 +256,7 @@ class Ending:
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[RunningStore]:
-    kind = next(kind for kind in KINDS if kind.name == "redis")
+    kind = kind_of("redis")
     with started(kind) as store:
         yield store
 

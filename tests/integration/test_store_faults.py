@@ -27,7 +27,7 @@ from rdzv_plugins.testing import Proxy
 from rdzv_plugins.testing.harness import SLACK, present, until
 from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
-from tests.integration.stores import KINDS, RunningStore, started
+from tests.integration.stores import KINDS, RunningStore, kind_of, started
 from tests.nonsense import SAMPLES, speaking
 from tests.servers import Security
 
@@ -153,7 +153,7 @@ def test_a_lost_lease_is_no_missing_gateway(client: Any) -> None:
 
 
 def test_an_etcd_with_users_that_lost_its_data_gets_a_new_token(run_id: str) -> None:
-    kind = next(kind for kind in KINDS if kind.name == "etcd-v3")
+    kind = kind_of("etcd-v3")
     with started(kind, security=Security(user="joe", password=secrets.token_hex(8))) as store:
         other = store.open(run_id)
         for _ in range(20):

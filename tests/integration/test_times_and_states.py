@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from rdzv_plugins.cli import app
 from rdzv_plugins.testing.harness import until
 from tests.integration.jobs import Job
-from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.stores import RunningStore, kind_of, running
 from tests.integration.test_dashboard import ask, dashboard
 from tests.integration.test_exporter import exporter, page, scrape
 
@@ -34,7 +34,7 @@ RDZV = [sys.executable, "-m", "rdzv_plugins.cli"]
 
 @pytest.fixture(scope="module")
 def redis() -> Iterator[RunningStore]:
-    with running(next(kind for kind in KINDS if kind.name == "redis")) as store:
+    with running(kind_of("redis")) as store:
         yield store
 
 

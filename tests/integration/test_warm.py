@@ -13,7 +13,7 @@ from rdzv_plugins.process.standby import KILLED_FIRST
 from rdzv_plugins.testing.harness import until
 from tests.fleet.agents import RDZV_RUN, Agent
 from tests.integration.jobs import TRAINS, Run
-from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.stores import RunningStore, kind_of, running
 from tests.integration.test_workers_ends import live
 
 pytestmark = pytest.mark.timeout(200)
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[RunningStore]:
-    with running(next(kind for kind in KINDS if kind.name == "redis")) as started:
+    with running(kind_of("redis")) as started:
         yield started
 
 

@@ -23,7 +23,7 @@ from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 from tests import Measure
 from tests.fleet.agents import RDZV_RUN, TORCHRUN
 from tests.integration.jobs import LEASE, Job
-from tests.integration.stores import KINDS, RunningStore, running
+from tests.integration.stores import RunningStore, kind_of, running
 from tests.integration.test_run import Launch, of_a_run, said
 
 pytestmark = pytest.mark.timeout(200)
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[RunningStore]:
-    with running(next(kind for kind in KINDS if kind.name == "redis")) as started:
+    with running(kind_of("redis")) as started:
         yield started
 
 
