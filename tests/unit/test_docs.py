@@ -52,7 +52,7 @@ def described(module: ModuleType) -> set[str]:
 def undocumented(module: str, name: str) -> Iterator[str]:
     if name in described(import_module(module)):
         return
-    thing = getattr(import_module(module), name)
+    thing = inspect.unwrap(getattr(import_module(module), name))
     text = thing.__doc__ if isinstance(thing, type | FunctionType) else None
     # A dataclass without a text has its signature there.
     if not text or text.startswith(f"{name}("):
