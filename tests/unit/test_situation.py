@@ -13,7 +13,17 @@ RAN = document(Phase.RUNNING)
 FORMS = document(Phase.FORMING, round_=5, previous=("n1", "n2", "n3"))
 BACK = joining("n1", "n2", round_=4)
 
-FORMING = ("kept_out", "live", "awaited", "previous_gone", "pending", "asking", "ready", "size", "doubted")
+FORMING = (
+    "kept_out",
+    "live",
+    "awaited",
+    "previous_gone",
+    "pending",
+    "asking",
+    "ready",
+    "size",
+    "doubted",
+)
 RUNNING = (*FORMING[:2], "done", "absent", "present", "waiting", "newcomers", "growth", "room")
 
 
