@@ -713,10 +713,10 @@ class World:
     def _may_stay(self, host: Host, hangs: bool, grey: bool) -> bool:
         """Also a spare, or a node that is done, as long as the agent of a participant hangs.
 
-        A node that is done also stays where no node that is left can list the records, and find out
-        that the others are dead.
+        Both also stay where no node that is left can list the records, and find out that the others
+        are gone.
         """
-        waits = hangs and host.agent is Agent.JOINING
+        waits = (hangs or grey) and host.agent is Agent.JOINING
         done = (hangs or grey) and host.agent is Agent.BARRIER
         return host.wedged or waits or done or self._runs_on(host)
 
