@@ -48,8 +48,8 @@ _AT_ONCE_SECONDS = 0.05
 # The pause between two dials of a silent or never reached node doubles each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 # A process that was found gone is dialled again _OFTEN times, every _AGAIN_SECONDS, and then after
-# the pauses above: a firewall may have refused the dial, and only a link will show the process's
-# death.
+# the pauses above. It may live, because a firewall may have refused the dial; then only a link will
+# show its death.
 _AGAIN_SECONDS, _OFTEN = 0.2, 50
 # Report the process again after this many refusals: its last heartbeat may have reached the store
 # after the first report, and looked like an answer.

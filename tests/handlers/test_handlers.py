@@ -113,8 +113,8 @@ class TestFinishedRuns:
         assert succeed(other)
         site.await_sweep()
         cut.down = False
-        # It is told that its run has ended, writes nothing back, and disturbs its workers no more
-        # than any closed run does.
+        # The node learns that its run has ended, and writes nothing back. Its agent does not
+        # restart the workers.
         site.await_that(away.is_closed)
         assert away.num_nodes_waiting() == 0
         with pytest.raises(RendezvousClosedError):

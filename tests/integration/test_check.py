@@ -192,7 +192,7 @@ def set_all(monkeypatch: Patch, values: Mapping[str, str]) -> None:
 def test_everything_is_tried_and_nothing_left_behind(running_store: RunningStore) -> None:
     name = running_store.name
     told = check_store(running_store, "--nnodes", "2:4", "--rdzv-id", "free")
-    # Agents of Consul alone are meant to be at loopback; PostgreSQL runs without fsync here.
+    # Only Consul's agents belong at loopback. PostgreSQL runs without fsync here.
     expected = {"consul": [], "postgres": ["store's host", "persistence"]}
     warnings = [what for mark, what, _ in told.lines if mark == "warning"]
     assert warnings == expected.get(name, ["store's host"]), told.lines

@@ -96,7 +96,7 @@ def test_a_user_of_one_run_runs_it_and_sees_no_other(
     with Run(administrator.store, run_id) as run:
         agents = [run.start((2, 2)) for _ in range(2)]
         until(one_world(agents), 120)
-        # The leader notes the round where all runs are listed.
+        # The leader notes the round in the list of all runs.
         until(lambda: bool(run.history()), 60)
         for other in (f"{run_id}-b", archive_run_id(f"{run_id}-b"), "x"):
             with pytest.raises(AccessDeniedError), closing(administrator.store.open(other)) as it:

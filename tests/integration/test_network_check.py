@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 
 soak = pytest.mark.soak
 
-# For documentation (RFC 5737). It sorts after loopback: it is not rank 0, which opens a TCPStore.
+# RFC 5737 reserves it. It sorts after loopback, so another node is rank 0.
 SWALLOWED = "192.0.2.9"
 
 INTERVAL, ATTEMPTS = 0.5, 4

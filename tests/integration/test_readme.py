@@ -360,7 +360,6 @@ def test_the_demo_on_ones_own_server(store: RunningStore) -> None:
     line, _, says = block("make demo").splitlines()[0].partition("#")
     assert store.endpoint.startswith("redis://")
     assert "ENDPOINT=redis://" in says
-    # The environment stands; where the system's Python is not ours, make would create another.
     command = f"{line} ENDPOINT={store.endpoint}"
     shown = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=280

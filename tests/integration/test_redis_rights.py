@@ -28,7 +28,7 @@ from tests.integration.topologies import Topology
 
 ROOT = Path(__file__).parents[2]
 PASSWORD = secrets.token_hex(8)
-# As in the backend's docstring, whose default prefix is "rdzv".
+# The backend's docstring names these rights.
 DOCUMENTED = re.search(
     r"The user needs ``(?P<rights>[^`]*)`` on\s``~{<prefix>/\*``; "
     r"for a database other than 0 also ``(?P<database>[^`]*)``, "

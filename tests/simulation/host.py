@@ -206,7 +206,7 @@ class Host:
         # with when it asked for them.
         self._version: Version | None = None
         self._no_tombstone: dict[str, float] = {}
-        # When it listed all nodes, since it last read anything new.
+        # When it listed all nodes in vain: nothing was new.
         self._vain_listings: list[float] = []
         self._ask()
         if self.alive:

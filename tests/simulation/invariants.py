@@ -416,15 +416,17 @@ class Checker:
         self._ever_drained: set[str] = set()
         self._founded: dict[str, float] = {}
         self._blamed: dict[tuple[str, str], list[float]] = {}
-        # Of each round who has dialled whom, whether with data, and whether that passed once; whom
-        # a node dialled last; between whom one failed, as records say; rank 0 of the round before.
+        # By round: each dial (from, to, with data), and whether one has passed.
         self._dials: dict[World, dict[tuple[str, str, bool], bool]] = {}
+        # By node: whom it dialled last.
         self._partners: dict[str, tuple[World, str]] = {}
         # What nodes found in a round of a world_id; since a round last ran, who could not exchange
         # data with whom it dialled, and in which epoch that is known.
         self._dials_by_round: dict[str, dict[str, Dials]] = {}
         self._vain: dict[str, tuple[int, set[tuple[str, str]]]] = {}
+        # Pairs whose records name a failed dial.
         self._failing: set[tuple[str, str]] = set()
+        # By round: rank 0 of the round before, if no dial reached it, and the epoch of that.
         self._unreached: dict[tuple[str, int], tuple[str, int]] = {}
         self.excused = 0
         """Pairs of hosts that the amnesia exception let run different worlds."""

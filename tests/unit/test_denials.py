@@ -20,7 +20,7 @@ from rdzv_plugins.stores._tls import tls_problem
 from rdzv_plugins.stores._zookeeper_session import Session
 from tests.unit.test_store_client import DictClient
 
-# As OpenSSL tells a server's alert to Python's ssl, and to libpq.
+# Python's ssl and libpq show a server's alert in these words.
 ALERTS = [
     "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert certificate required (_ssl.c:2559)",
     "[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca (_ssl.c:2559)",

@@ -77,7 +77,7 @@ class TestBeats:
             assert not cache.decode({})
             assert not cache.decode(entries(50))
             assert cache.read("n1", entries(51)[NODES_PREFIX + "n1"]) is None
-        # One that comes back as it was moves nobody's window, see the failure detector's tests.
+        # A record that comes back unchanged begins no new window: see test_failure_detector.py.
         assert cache.decode(entries(100))["n1"].beat == 100
         assert cache.decode(entries(101))["n1"].beat == 101
 
