@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import signal
 from importlib import import_module
 from typing import Any
 
@@ -50,6 +51,8 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A script's background job ignores SIGINT, and the agents that tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if address := getattr(config, "workerinput", {}).get("forks"):
         forked.use(address)
 
