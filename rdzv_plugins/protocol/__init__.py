@@ -76,8 +76,8 @@ Words:
   in the record grows with each *heartbeat*.
 - *silent*: the beat has stood still for the *lease*. `Situation.silent`, of the leader and of
   commands; a node with one more lease is silent and not lost.
-- *doubted*: silent, and given one more lease because many fell silent at once. Set by
-  `FailureDetector.doubt`, read as ``forgiven`` and, by the leader, in `Situation.doubted`.
+- *doubted*: late or silent with a large part of the world, and given one more lease. Set by
+  `FailureDetector.doubt`; `Situation.doubted` has the silent ones of them.
 - *accused*: a neighbour says in its record (``accuses``) that the node's process has ended. The
   leader asks the node in the document (``accused``); if the leader is accused, the neighbour asks.
 - *lost*: silent for the lease, the reader's *lag* and the *forgiven* seconds together, or accused
@@ -91,8 +91,9 @@ Words:
   its workers. Set by `Contact`; only the node itself and its agent read it.
 - *unfit*: its check failed, and it asks for no round. The node writes it into its record.
 - *at fault*: the leader's verdict on the network check (`Faults.out`) makes the node unfit.
-- *kept out*: people or the leader let no round name it (`Situation.kept_out`). *Not admitted*: it
-  asks for a round, and the next round does not take it (`Situation.not_admitted`).
+- *kept out*: people or the leader let no round name it (`Situation.kept_out`). *Taken out*: a
+  participant that is kept out now, so that its round ends (`Situation.taken_out`). *Not admitted*:
+  it asks for a round, and the next round does not take it (`Situation.not_admitted`).
 - *round*: a number that grows with each change of membership. It *forms*, is *confirmed*, and
   *runs*. Its *participants* have ranks; ``world_id`` tells apart two rounds of one number.
 - *document*: the one value that all nodes agree on. Its *place* is its round and phase; a store

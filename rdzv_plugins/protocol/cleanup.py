@@ -1,10 +1,11 @@
 """How a run ends, and who deletes its keys.
 
-`close_run` gives the keys of a closed run their end, and the store deletes them. While ranks train
-on after a close by request, they put that end off (`Writer.keep_id`). A run that nobody closes ends
-by the deadline that its leader renews (`Lead.renew`). `delete_earlier_rounds` deletes what earlier
-rounds left, once the next round runs. A node deletes its own record when it finds the run closed
-(`Writer.clear_away`, `Writer.ask_tombstone`). `rdzv clean` deletes a whole run.
+`close_run` gives the keys of a closed run their end, after which the store shows none of them.
+While ranks train on after a close by request, they put that end off (`Writer.keep_id`). A run that
+nobody closes ends by the deadline that its leader renews (`Lead.renew`). `delete_earlier_rounds`
+deletes what earlier rounds left, once the next round runs. A node deletes its own record when it
+finds the run closed (`Writer.clear_away`, `Writer.ask_tombstone`). `rdzv clean` deletes a whole
+run.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def close_run(
 
     Args:
         latest: the run to close, as this node last saw it, even if the store has forgotten it; no
-            other run of the id is closed. None: close whatever run is there.
+            other run of the id is closed. A document that was never stored founds a closed run.
+            None: close whatever run is there.
         sweep_after: seconds for which its keys stay.
         may_close: whether the run may be closed with this document; called again whenever the
             document changes.

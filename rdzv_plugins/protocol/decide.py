@@ -226,7 +226,7 @@ def _look_for_the_own_run(view: View) -> Action | None:
 
 
 def _begin_the_run(view: View) -> Action | None:
-    """Found the run if this node has never read a document."""
+    """Found the run if this node has never read a document. `close_run` may found a closed one."""
     if view.latest is not None:
         return None
     return Write(founded(view, "first round")) if view.joining else Wait()
@@ -484,7 +484,7 @@ def _replacing_the_dead(view: View, document: RoundDocument, leader: str) -> Rou
     led = replace(document, leader=view.me)
     done = view.leader is not None and view.leader.status is Status.DONE
     if done or not (document.is_whole and document.names(leader)):
-        return led
+        return led  # Without the whole roster, the next listing forms the round.
     label = view.leader.label if view.leader else leader
     if document.phase is Phase.FORMING:
         previous = without(document.previous, [leader])

@@ -645,6 +645,7 @@ class Node:
             self._seen.unbelieved.is_overwritten = True
         elif self._join.joining and not self.inbox.withdraws and self._join.is_hopeless(error):
             self._join.joining = False
+            # Not written: the agent's shutdown says farewell, or the lease runs out.
             self._heartbeat.amend(status=Status.LEFT)
             yield from FinishJoin(JoinOutcome(error=error))
         if self.is_cut_off:
