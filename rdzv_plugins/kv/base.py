@@ -740,7 +740,7 @@ class StoreClient(KeyValueClient):
 
 
 def in_background(name: str, work: Callable[[], T]) -> Future[T]:
-    """Do ``work`` in a daemon thread; while the interpreter ends, in the calling thread.
+    """Do ``work`` in a daemon thread; where none can start, in the calling thread.
 
     The work cannot be cancelled.
     """
@@ -756,7 +756,7 @@ def in_background(name: str, work: Callable[[], T]) -> Future[T]:
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError:
-        # Since Python 3.12 no thread can start while the interpreter ends.
+        # The host has no thread left; or the interpreter ends, from Python 3.12 on.
         run()
     return future
 

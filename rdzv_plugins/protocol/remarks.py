@@ -44,8 +44,8 @@ def _of_the_round(view: View, document: RoundDocument) -> Iterator[Remark]:
     if document.phase is Phase.FORMING and number > 0:
         about = "lost" if document.cause.lost else "forming"
         yield about, this_round, f"round {number} forms: {document.reason}"
-    if document.absent and document.leader == view.me:
-        records = view.records or {}
+    records = view.records
+    if document.absent and document.leader == view.me and records is not None:
         cause = amended(Cause(), records, document.absent, lost_by_accusation(document, records))
         text = f"round {number} goes on (restart_on_loss=false): {cause}"
         yield "lost", (*this_round, document.absent), text

@@ -164,7 +164,7 @@ FOUND = (
     (99001833, Focus(), "a hang was never told once ranks had agreed on a step that none reached"),
     (99010637, Focus(), "the checker took the second worker that hung for the first"),
     (99000297, Focus(), "a leader that had not read its round's shards noted no rank's first step"),
-    (99001146, Focus(), "who waited for rank 0 in a network check answered no accusation in time"),
+    (99001146, Focus(), "a node in a network check saw its accusation too late to answer"),
     (98000998, Focus(), "the checker forgot that done nodes wait for one whose agent hangs"),
     (8101171, FORGETS_A_STEP, "ranks differed where the store lost the step that all agreed on"),
     (8101114, _ONCE_RESTARTED, "the checker expected an answer of a node whose join had failed"),
