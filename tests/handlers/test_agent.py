@@ -208,7 +208,7 @@ def test_alone_in_the_round_a_failure_is_ones_own(fleet: Run) -> None:
     assert node.counted == 2
 
 
-def test_of_a_failure_of_all_only_the_first_counts(fleet: Run) -> None:
+def test_only_the_first_agent_counts_a_failure_of_all(fleet: Run) -> None:
     script = 'mkdir "$TMPDIR_OF_TEST/$GROUP_RANK" 2>/dev/null && exit 1; exit 0'
     script = script.replace("$TMPDIR_OF_TEST", str(fleet.folder / "tried"))
     (fleet.folder / "tried").mkdir()

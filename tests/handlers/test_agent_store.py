@@ -266,7 +266,7 @@ def test_the_exchange_ends_once_a_node_that_is_cut_off_takes_itself_for_lost(
         assert handler.num_nodes_waiting() == 0
 
 
-def test_who_is_cut_off_for_a_moment_in_the_exchange_gets_what_is_written(round_: Round) -> None:
+def test_an_agent_cut_off_for_a_moment_in_the_exchange_gets_what_is_written(round_: Round) -> None:
     first, second = round_.agents
 
     def unreachable(keys: object) -> Mapping[str, Entry]:

@@ -59,7 +59,9 @@ class TestWhoWasReplaced:
     """It was cut off, the others went on, and its own workers fail before it knows."""
 
     @pytest.mark.parametrize("agent_failed", [True, False])
-    def test_it_does_not_close_the_run_that_goes_on(self, site: Site, agent_failed: bool) -> None:
+    def test_a_replaced_node_does_not_close_the_run_that_goes_on(
+        self, site: Site, agent_failed: bool
+    ) -> None:
         cut = site.client()
         replaced, *others = (site.handler(2, 3, client) for client in (cut, None, None))
         site.join(replaced, *others)
@@ -80,7 +82,7 @@ class TestWhoWasReplaced:
         assert site.server.deadlines[site.run_id] > 100, "the others' keys were told to expire"
 
     @pytest.mark.parametrize("by", [say_that_the_agent_failed, StoreRendezvousHandler.set_closed])
-    def test_it_does_not_close_another_jobs_run_of_the_same_id(
+    def test_a_replaced_node_does_not_close_another_jobs_run_of_the_same_id(
         self, site: Site, by: Callable[[StoreRendezvousHandler], object]
     ) -> None:
         cut = site.client()
@@ -103,7 +105,7 @@ class TestWhoWasReplaced:
 
 @pytest.mark.rule("incarnations")
 class TestFinishedRuns:
-    def test_who_comes_back_after_the_sweep_does_not_run_it_again(self, site: Site) -> None:
+    def test_a_node_that_comes_back_after_the_sweep_does_not_run_it_again(self, site: Site) -> None:
         cut = site.client()
         away, other = site.handler(1, 2, cut), site.handler(1, 2)
         site.join(away, other)
@@ -121,7 +123,9 @@ class TestFinishedRuns:
             site.join(away)
         assert site.document is None
 
-    def test_who_comes_back_drags_nobody_of_the_next_job_into_its_own(self, site: Site) -> None:
+    def test_a_node_that_comes_back_drags_nobody_of_the_next_job_into_its_own(
+        self, site: Site
+    ) -> None:
         cut = site.client()
         away, other = site.handler(2, 2, cut), site.handler(2, 2)
         for _ in range(3):
@@ -141,7 +145,7 @@ class TestFinishedRuns:
         assert before is not None
         assert ended.round > before.round
         assert [handler.num_nodes_waiting() for handler in pair] == [0, 0]
-        # Nor later, when the next job has gone on to another round.
+        # It drags nobody along later either, when the next job has gone on to another round.
         site.join(*pair)
         site.await_that(lambda: away._node.document == site.document)
         assert away.is_closed()

@@ -1,4 +1,4 @@
-"""Who is unfit does not join, and holds nobody up: real handlers over the in-memory store."""
+"""An unfit node does not join, and holds nobody up: real handlers over the in-memory store."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def fail(handler: StoreRendezvousHandler) -> None:
 
 
 class TestBeforeTheFirstRound:
-    def test_it_joins_once_its_check_passes(
+    def test_an_unfit_node_joins_once_its_check_passes(
         self, site: Site, host: Host, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.INFO, "rdzv_plugins")
@@ -108,7 +108,9 @@ class TestBeforeTheFirstRound:
         assert own[-1] == "run 'run': this node is fit again, and joins"
         assert len(own) == 2, "a line for each change"
 
-    def test_it_is_told_from_outside_before_there_is_a_run(self, site: Site, host: Host) -> None:
+    def test_an_unfit_node_is_seen_from_outside_before_there_is_a_run(
+        self, site: Site, host: Host
+    ) -> None:
         host.breaks()
         waits = site.handler(1, 2, **host.options)
         joins = Background(waits.next_rendezvous)
@@ -121,7 +123,7 @@ class TestBeforeTheFirstRound:
         host.mends()
         joins.result(20.0)
 
-    def test_it_exits_if_told_so(self, site: Site, host: Host) -> None:
+    def test_an_unfit_node_exits_if_told_so(self, site: Site, host: Host) -> None:
         host.breaks()
         exits = site.handler(1, 2, **host.options, on_unhealthy="exit")
         text = f"run 'run': this node is unfit, and exits: {BAD}"
@@ -133,7 +135,7 @@ class TestBeforeTheFirstRound:
         assert site.document is None
         assert record(site, exits) is None
 
-    def test_it_gives_up_after_join_timeout(self, site: Site, host: Host) -> None:
+    def test_an_unfit_node_gives_up_after_join_timeout(self, site: Site, host: Host) -> None:
         host.breaks()
         waits = site.handler(1, 2, **host.options, join_timeout=1.0)
         began = time.monotonic()
@@ -188,7 +190,9 @@ class TestAtARestart:
         assert {info.world_size for info in site.join(*others)} == {3}
         assert joins.result(20.0).world_size == 3
 
-    def test_it_is_not_asked_where_only_joins_are_checked(self, site: Site, host: Host) -> None:
+    def test_the_check_is_not_asked_where_only_joins_are_checked(
+        self, site: Site, host: Host
+    ) -> None:
         pair = [site.handler(2, 2, **host.options), site.handler(2, 2)]
         site.join(*pair)
         host.breaks()
@@ -214,7 +218,7 @@ class TestAtARestart:
         assert joins.result(20.0).world_size == 2
 
     @pytest.mark.parametrize("option", ["exit", "wait"])
-    def test_who_gives_up_does_not_close_the_run_of_the_others(
+    def test_an_unfit_node_that_gives_up_does_not_close_the_run_of_the_others(
         self, site: Site, host: Host, option: str
     ) -> None:
         gives_up = site.handler(
@@ -248,7 +252,7 @@ class TestAtARestart:
 
 
 class TestWhenTheRunEnds:
-    def test_who_was_in_it_ends_with_it(self, site: Site, host: Host) -> None:
+    def test_an_unfit_node_of_the_run_ends_with_it(self, site: Site, host: Host) -> None:
         out = site.handler(1, 2, **host.options, check_at="restart")
         other = site.handler(1, 2)
         site.join(other, out)

@@ -57,19 +57,19 @@ def test_each_event_is_one_line(site: Site, lines: Lines) -> None:
     assert lines() == [f"the run is closed: its workers succeeded; closed by {ME}"]
 
 
-def test_who_finds_the_run_closed_says_by_whom(site: Site, lines: Lines) -> None:
+def test_a_node_that_finds_the_run_closed_says_who_closed_it(site: Site, lines: Lines) -> None:
     first, second = site.handler(2, 2), site.handler(2, 2)
     site.join(first, second)
     lines(4)
     first.set_closed()
     assert lines(1) == [f"the run is closed: by request; closed by {ME}"]
-    # In one process both have one name, and only who closed a run is silent when it sees that.
+    # In one process both have one name, and only the node that closed a run is silent about it.
     assert not second._node.told_of_the_end
     assert succeed(second)
     assert lines() == [f"the run is closed: by request; closed by {ME}"]
 
 
-def test_who_is_lost(site: Site, lines: Lines) -> None:
+def test_the_leader_names_a_lost_node(site: Site, lines: Lines) -> None:
     stays, dies = (site.handler(1, 2) for _ in range(2))
     site.join(stays, dies)
     lines(4)
@@ -110,7 +110,7 @@ def test_the_time_out_ends_with_what_it_waited_for(site: Site) -> None:
     )
     with pytest.raises(RendezvousTimeoutError) as late:
         second.result(20.0)
-    # Who has given up has come too.
+    # A node that has given up has come too.
     text = str(late.value)
     assert "2 of 3 nodes came within 2.5 s, and no round formed: waiting for 2 nodes" in text
     assert text.endswith(f"missing: gave up {ME}")

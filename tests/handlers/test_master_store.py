@@ -27,7 +27,7 @@ def answers(address: str, port: int) -> bool:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.7", "::1"])
-def test_it_listens_at_the_announced_address_alone(address: str) -> None:
+def test_the_tcpstore_listens_at_the_announced_address_alone(address: str) -> None:
     if not is_own_ip(address):
         pytest.skip("this host has no IPv6")
     server = open_store(address, 10, name=NAME)
@@ -41,7 +41,7 @@ def test_it_listens_at_the_announced_address_alone(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["localhost", "192.0.2.77"])
-def test_it_listens_everywhere_where_a_router_translates_and_for_a_name(address: str) -> None:
+def test_the_tcpstore_listens_everywhere_behind_a_router_and_for_a_name(address: str) -> None:
     server = open_store(address, 10)
     assert answers("127.0.0.7", server.port)
     assert answers("127.0.0.8", server.port)
@@ -59,7 +59,7 @@ def test_somebody_else_may_have_the_port_at_loopback() -> None:
 
 
 def free_range(count: int) -> str:
-    """So many free ports that follow each other, as ``master_port`` has them."""
+    """A range of ``count`` free ports that follow each other, as ``master_port`` has them."""
     for first in free_ports(40):
         with ExitStack() as held, suppress(OSError):
             for port in range(first, first + count):

@@ -153,7 +153,7 @@ class TestWhatANodeMeasures:
         assert value_of(other, "rdzv_nodes") is None, "only the leader sees all"
 
     @pytest.mark.parametrize("cause", ["lost", "left", "failed", "joined"])
-    def test_why_it_restarts(self, site: Site, cause: str) -> None:
+    def test_a_node_tells_why_it_restarts(self, site: Site, cause: str) -> None:
         stays, other = (site.handler(1, 2, metrics_port=0) for _ in range(2))
         if cause == "joined":
             site.join(stays)

@@ -55,7 +55,7 @@ def cut_off(site: Site, **options: Any) -> tuple[list[Background[object]], Node]
     return [Background(handler.next_rendezvous) for handler in handlers], out._node
 
 
-def test_one_that_is_cut_off_waits_and_says_why(site: Site) -> None:
+def test_a_node_that_is_cut_off_waits_and_says_why(site: Site) -> None:
     (a, b, out), node = cut_off(site)
     a.result(20)
     b.result(20)
@@ -63,13 +63,13 @@ def test_one_that_is_cut_off_waits_and_says_why(site: Site) -> None:
     assert not out.done()
 
 
-def test_it_gives_up_when_its_time_is_over(site: Site) -> None:
+def test_a_node_that_is_cut_off_gives_up_when_its_time_is_over(site: Site) -> None:
     (_, _, out), _ = cut_off(site, join_timeout=0.5, last_call_timeout=0.1)
     with pytest.raises(RendezvousTimeoutError, match="unfit for join_timeout"):
         out.result(20)
 
 
-def test_it_exits_where_it_is_to(site: Site) -> None:
+def test_a_node_that_is_cut_off_exits_where_it_is_to(site: Site) -> None:
     (a, b, out), _ = cut_off(site, on_unhealthy="exit")
     with pytest.raises(RendezvousError, match="unfit, and exits: network: no data passed"):
         out.result(20)

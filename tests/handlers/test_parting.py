@@ -1,4 +1,4 @@
-"""Who ends a run and who only leaves it: real handlers over the in-memory store.
+"""Which node ends a run and which only leaves it: real handlers over the in-memory store.
 
 A node leaves where its agent fails, or its workers do while it is new, and the others are enough.
 """
@@ -82,7 +82,9 @@ def test_an_agent_that_fails_leaves_a_run_that_has_enough_without_it(site: Site)
 
 
 @pytest.mark.parametrize("error", [MISSING, workers_failed()], ids=["agent", "workers"])
-def test_it_closes_a_run_that_has_too_few_without_it(site: Site, error: Exception) -> None:
+def test_an_agent_that_fails_closes_a_run_that_has_too_few_without_it(
+    site: Site, error: Exception
+) -> None:
     first, second = node(site, 2, 2), node(site, 2, 2)
     site.join(first, second)
     assert end_with(second, error)
@@ -109,7 +111,7 @@ def test_a_newcomer_whose_workers_fail_leaves(site: Site, caplog: pytest.LogCapt
     assert "this node leaves the run, which goes on without it: its workers failed" in caplog.text
 
 
-def test_it_does_not_try_again_at_the_others_cost(site: Site) -> None:
+def test_a_newcomer_does_not_try_again_at_the_others_cost(site: Site) -> None:
     """torchrun's agent asks for another round where it has restarts left."""
     *old, new = with_a_newcomer(site)
     with pytest.raises(RendezvousError, match="has left: its workers failed, and it was new"):
@@ -117,7 +119,9 @@ def test_it_does_not_try_again_at_the_others_cost(site: Site) -> None:
     assert [info.world_size for info in join_again(site, *old)] == [2, 2]
 
 
-def test_with_restarts_to_spare_it_tries_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_restarts_to_spare_a_newcomer_tries_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(handlers, "max_restarts", lambda: 3)
     *old, new = with_a_newcomer(site)
     take_in(site, new, *old)
@@ -125,7 +129,7 @@ def test_with_restarts_to_spare_it_tries_once(site: Site, monkeypatch: pytest.Mo
         new.next_rendezvous()
 
 
-def test_under_rdzv_run_it_has_all_its_restarts(site: Site) -> None:
+def test_under_rdzv_run_a_newcomer_has_all_its_restarts(site: Site) -> None:
     *old, new = with_a_newcomer(site)
     new.blames = True
     for _ in range(3):
@@ -134,14 +138,14 @@ def test_under_rdzv_run_it_has_all_its_restarts(site: Site) -> None:
     assert [info.world_size for info in join_again(site, *old)] == [2, 2]
 
 
-def test_of_two_newcomers_each_may_leave_but_not_the_last_that_are_enough(site: Site) -> None:
+def test_each_of_two_newcomers_may_leave_unless_too_few_nodes_would_stay(site: Site) -> None:
     nodes = with_a_newcomer(site, low=2)
     first, second, new = nodes
     assert end_with(new, workers_failed())
     join_again(site, first, second)
     another = node(site, 2, 3)
     take_in(site, another, first, second)
-    # Of those that were there before it only one is left.
+    # Only one of those that were there before it is left.
     first._leave()
     join_again(site, second, another)
     assert end_with(another, workers_failed())
@@ -149,7 +153,7 @@ def test_of_two_newcomers_each_may_leave_but_not_the_last_that_are_enough(site: 
     assert site.document.outcome is Outcome.FAILED
 
 
-def test_of_two_that_are_new_each_goes_on_where_the_agent_of_the_other_fails(site: Site) -> None:
+def test_a_new_node_goes_on_where_the_agent_of_another_new_node_fails(site: Site) -> None:
     """Their workers may have failed for the same reason; an agent fails by itself."""
     old, *rest = with_a_newcomer(site, low=2)
     site.kill(rest[0])
@@ -162,7 +166,7 @@ def test_of_two_that_are_new_each_goes_on_where_the_agent_of_the_other_fails(sit
 
 
 @pytest.mark.parametrize("options", [{}, {"min_uptime": 0.05}])
-def test_one_that_has_served_ends_the_run_as_ever(
+def test_a_node_that_has_served_ends_the_run_as_ever(
     site: Site, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     if not options:
@@ -189,7 +193,7 @@ def test_those_of_the_first_round_end_the_run_as_ever(site: Site) -> None:
     assert (site.document.phase, site.document.outcome) == (Phase.CLOSED, Outcome.FAILED)
 
 
-def test_who_comes_back_is_new_to_the_run_that_goes_on(site: Site) -> None:
+def test_a_node_that_comes_back_is_new_to_the_run_that_goes_on(site: Site) -> None:
     *old, new = with_a_newcomer(site)
     site.kill(new)
     join_again(site, *old)
@@ -243,7 +247,7 @@ def test_on_torch_2_6_the_launcher_says_what_failed_and_not_the_agent(
     site.await_that(second.num_nodes_waiting)
 
 
-def test_it_counts_for_quarantine(site: Site) -> None:
+def test_the_failure_of_a_newcomer_counts_for_quarantine(site: Site) -> None:
     *old, new = with_a_newcomer(site, quarantine_after=2)
     assert end_with(new, workers_failed())
     join_again(site, *old)

@@ -67,7 +67,7 @@ def never(_: str) -> str:
     raise RendezvousConnectionError("nothing opens here")
 
 
-def test_one_that_fails_for_a_lease_lets_another_be_rank_0(make: Make) -> None:
+def test_a_node_that_fails_for_a_lease_lets_another_be_rank_0(make: Make) -> None:
     unable, *able = handlers = [make(f"127.0.0.{place}") for place in (1, 2, 3)]
     unable._driver._open_master = never
     infos = [joined.result(20) for joined in begin(handlers)]
@@ -76,7 +76,7 @@ def test_one_that_fails_for_a_lease_lets_another_be_rank_0(make: Make) -> None:
     assert able[0]._masters._servers or able[1]._masters._servers
 
 
-def test_one_that_hangs_lets_another_be_rank_0_and_beats(make: Make) -> None:
+def test_a_node_that_hangs_lets_another_be_rank_0_and_beats(make: Make) -> None:
     hung, go_on = threading.Event(), threading.Event()
 
     def hang(_: str) -> str:
@@ -97,7 +97,7 @@ def test_one_that_hangs_lets_another_be_rank_0_and_beats(make: Make) -> None:
     assert {info.world_size for info in infos} == {NODES}
 
 
-def test_one_whose_tcpstore_opens_late_and_whose_store_is_slow_is_woken(
+def test_a_node_with_a_late_tcpstore_and_a_slow_store_is_woken(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing the round takes longer than rank 0 waits for its TCPStore, which opens after that."""

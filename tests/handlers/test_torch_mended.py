@@ -44,7 +44,7 @@ def handler(server: MemoryServer) -> Iterator[MendedDynamicRendezvousHandler]:
     created._stop_heartbeats()
 
 
-def test_it_says_once_that_a_pickle_runs_in_the_agent(
+def test_the_handler_says_once_that_a_pickle_runs_in_the_agent(
     server: MemoryServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = MemoryClient(server, "run")
@@ -94,7 +94,9 @@ def test_each_round_has_a_server_of_its_own(handler: MendedDynamicRendezvousHand
     assert len(masters) == 3
 
 
-def test_it_goes_by_the_name_torch_asked_for(handler: MendedDynamicRendezvousHandler) -> None:
+def test_the_handler_goes_by_the_name_torch_asked_for(
+    handler: MendedDynamicRendezvousHandler,
+) -> None:
     assert handler.get_backend() == "redis"
     assert handler.get_run_id() == "run"
     assert handler.use_agent_store

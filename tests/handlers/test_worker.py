@@ -43,7 +43,7 @@ def test_the_last_that_got_a_round_tells_of_it(site: Site) -> None:
 
 
 def test_spares_are_counted(site: Site) -> None:
-    """Who waits as the ranks are given, and is left over from a unit."""
+    """A spare waits as the ranks are given, and is left over from a unit."""
     first, *others = (site.handler(2, 4, node_unit=2, last_call_timeout=2.0) for _ in range(3))
     joins = [Background(handler.next_rendezvous) for handler in (first, *others)]
     site.await_that(lambda: sum(join.done() for join in joins) == 2)

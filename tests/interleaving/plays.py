@@ -53,7 +53,7 @@ SETTINGS = Settings(
 AT_ONCE = 2.0
 ENDS = (RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError)
 STORE_ENDS = (DistNetworkError, DistStoreError)
-# So soon a thread repeats nothing that it does by itself.
+# A thread repeats nothing this soon that it does by itself.
 _A_MOMENT = 1e-3
 _BARRIER = "torchelastic/agent/terminal_state/"
 

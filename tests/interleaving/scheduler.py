@@ -1,9 +1,9 @@
 """Threads that take turns, and the parts of `threading`, `queue` and `time` that make them.
 
 One thread runs at a time, until its next point: each operation on a lock, condition, event, queue
-or thread is one, and with them each request to a `MemoryServer`. Who runs on is drawn by the seed.
-Time is virtual: it moves when nobody can run, and now and then a little earlier, as where a thread
-is slow.
+or thread is one, and with them each request to a `MemoryServer`. The seed draws the thread
+that runs on. Time is virtual: it moves when nobody can run, and now and then a little earlier, as
+where a thread is slow.
 """
 
 from __future__ import annotations

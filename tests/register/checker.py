@@ -1,8 +1,8 @@
 """Whether what clients saw of each register, in each generation, has an order: linearizability.
 
-Within a generation ballots order the states of a register. So it suffices that each write follows
-the one before it, that nobody who begins later sees an earlier state, and that no generation is
-seen after a later one.
+Within a generation ballots order the states of a register. Therefore it suffices that each write
+follows the one before it, that nobody who begins later sees an earlier state, and that no
+generation is seen after a later one.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def _name(request: effects.Effect[Any]) -> str:
 
 
 def archive(server: MemoryServer) -> Archive:
-    """Of the run id that all lives share."""
+    """The archive of the run id that all lives share."""
     return Archive(partial(MemoryClient, server), NAMESPACE, history_ttl=3600.0)
 
 

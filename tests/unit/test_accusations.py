@@ -1,4 +1,4 @@
-"""Who is accused of having ended: those that have are lost at once, and those that live never."""
+"""Accusations of having ended: nodes that have are lost at once, and nodes that live never."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_in_a_round_of_shards_to_those_of_its_own_and_the_first_ones_to_the_lead
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_that_is_killed_is_lost_at_once(crowd: Crowd, name: str) -> None:
+def test_a_killed_node_is_lost_at_once(crowd: Crowd, name: str) -> None:
     begin(crowd)
     dies(crowd, crowd.members[name])
     crowd.play_until(lambda: runs_without(crowd, name), 2.0)
     reason = document(crowd).reason
     assert reason.startswith(f"lost {name}[1]: its process is gone, as n"), reason
-    # Nor does its record, which has asked for no round, keep anybody waiting.
+    # Its record, which has asked for no round, keeps nobody waiting either.
     settled = document(crowd).round
     crowd.play(40.0)
     assert document(crowd).round == settled
@@ -127,7 +127,7 @@ def test_the_phases_of_a_restart_are_the_time_since_the_kill(
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
-def test_one_that_is_killed_before_it_confirms_its_rank(crowd: Crowd, name: str) -> None:
+def test_a_node_killed_before_it_confirms_its_rank_is_lost_at_once(crowd: Crowd, name: str) -> None:
     for each in NAMES:
         crowd.join(each, RULES)
         crowd.play(0.001)
@@ -148,7 +148,7 @@ def test_two_at_once(crowd: Crowd, gone: tuple[str, ...]) -> None:
     assert took < 3.0
 
 
-def test_who_walks_past_the_gone_finds_those_behind(crowd: Crowd) -> None:
+def test_a_node_that_walks_past_gone_nodes_finds_those_behind(crowd: Crowd) -> None:
     names = tuple(f"n{number}" for number in range(1, 10))
     begin(crowd, replace(RULES, max_nodes=9), names)
     gone = ("n4", "n5", "n6")
@@ -160,7 +160,7 @@ def test_who_walks_past_the_gone_finds_those_behind(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_that_lives_answers_and_stays(crowd: Crowd, name: str) -> None:
+def test_an_accused_node_that_lives_answers_and_stays(crowd: Crowd, name: str) -> None:
     """A proxy refuses for it."""
     begin(crowd)
     before = record(crowd, name).beat
@@ -174,7 +174,7 @@ def test_one_that_lives_answers_and_stays(crowd: Crowd, name: str) -> None:
     assert all(len(member.given) == 1 for member in crowd.members.values())
 
 
-def test_one_that_waits_for_rank_0_in_a_network_check_has_time_to_answer(crowd: Crowd) -> None:
+def test_a_node_that_awaits_rank_0_in_a_network_check_has_time_to_answer(crowd: Crowd) -> None:
     members = begin(crowd, replace(RULES, network_check=True), ("n2", "n1", "n3", "n4"))
     for member in members:
         member.master = None
@@ -238,7 +238,7 @@ def away(crowd: Crowd, seconds: float, midway: Callable[[], None] = lambda: None
 
 @pytest.mark.parametrize("seconds", [3.0, 8.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_that_is_killed_in_an_outage_is_lost_soon_after_it(
+def test_a_node_killed_in_an_outage_is_lost_soon_after_it(
     crowd: Crowd, name: str, seconds: float
 ) -> None:
     """However long it was, and though the others beat late by as much."""
@@ -249,7 +249,9 @@ def test_one_that_is_killed_in_an_outage_is_lost_soon_after_it(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_that_lives_and_is_back_last_is_not_lost(crowd: Crowd, name: str) -> None:
+def test_an_accused_node_that_is_back_last_from_an_outage_is_not_lost(
+    crowd: Crowd, name: str
+) -> None:
     begin(crowd)
     for other in crowd.members.values():
         if name in other.links:
@@ -269,7 +271,7 @@ def test_an_answer_that_is_lost_is_repeated_in_time(crowd: Crowd) -> None:
     crowd.play_until(lambda: record(crowd, "n3").beat >= before + 3, RULES.answer_timeout or 0.0)
 
 
-def test_who_is_accused_by_all_answers_all(crowd: Crowd) -> None:
+def test_a_node_that_all_accuse_answers_all(crowd: Crowd) -> None:
     """A mesh restarts."""
     begin(crowd)
     for _ in range(5):
@@ -285,7 +287,7 @@ def test_who_is_accused_by_all_answers_all(crowd: Crowd) -> None:
     assert all(not record(crowd, name).accuses for name in NAMES)
 
 
-def test_one_that_stands_still_is_not_lost_where_nobody_accuses_it(crowd: Crowd) -> None:
+def test_a_silent_node_that_nobody_accuses_is_lost_only_after_its_lease(crowd: Crowd) -> None:
     begin(crowd)
     crowd.members["n2"].crash()
     crowd.play(10.0)
@@ -338,7 +340,7 @@ def test_one_without_links_is_asked_nothing(crowd: Crowd) -> None:
     assert document(crowd).round == 0
 
 
-def test_who_leaves_is_not_accused(crowd: Crowd) -> None:
+def test_a_node_that_leaves_is_not_accused(crowd: Crowd) -> None:
     begin(crowd)
     crowd.members["n3"].leave()
     crowd.members["n2"].node.neighbours.report_dead("n3")
@@ -347,7 +349,7 @@ def test_who_leaves_is_not_accused(crowd: Crowd) -> None:
     assert record(crowd, "n2").accuses == ()
 
 
-def test_of_more_than_a_third_of_many_leases_decide(crowd: Crowd) -> None:
+def test_leases_decide_where_over_a_third_of_many_nodes_die(crowd: Crowd) -> None:
     names = tuple(f"n{number}" for number in range(1, 25))
     begin(crowd, replace(RULES, max_nodes=24), names)
     many, before = names[2:24:2], document(crowd).round
@@ -359,7 +361,7 @@ def test_of_more_than_a_third_of_many_leases_decide(crowd: Crowd) -> None:
 
 
 def test_a_row_of_twelve_that_die_at_once_is_found_from_its_edge(crowd: Crowd) -> None:
-    """Who has links to the first of them goes on to the next ones, past all that refuse."""
+    """A node with links to the first of them goes on to the next ones, past all that refuse."""
     names = tuple(f"n{number:02}" for number in range(40))
     begin(crowd, replace(RULES, max_nodes=40), names)
     gone = names[10:22]

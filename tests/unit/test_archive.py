@@ -209,8 +209,8 @@ def test_when_the_id_of_an_ended_run_is_free(archive: Archive) -> None:
     seconds, words = archive.free_in(ended, now)
     assert seconds == pytest.approx(47, abs=0.01)
     assert words == "its id is free in 47 s; now: rdzv clean -i job"
-    # Of another run; before the keys were told to expire; by a clock that is behind, and by one
-    # that is ahead, or where the store frees it late.
+    # The end of another run; an end before the keys were told to expire; a clock that is behind,
+    # and one that is ahead, or a store that frees it late.
     assert archive.free_in(replace(ended, incarnation="another"), now) == unknown
     assert archive.free_in(CLOSED, now) == unknown
     assert archive.free_in(ended, now - timedelta(seconds=20)) == unknown

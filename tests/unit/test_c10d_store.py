@@ -426,7 +426,9 @@ class Contended(MemoryClient):
     ],
     ids=["append", "push", "pop", "compare"],
 )
-def test_who_is_never_the_first_gives_up(change: Callable[[Any], object]) -> None:
+def test_a_client_that_is_never_the_first_to_write_gives_up(
+    change: Callable[[Any], object],
+) -> None:
     """It asked without a pause, for ever."""
     server = MemoryServer()
     before, client = MemoryClient(server, "run"), Contended(server, "run")

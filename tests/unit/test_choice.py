@@ -110,7 +110,7 @@ class TestWorldSize:
         assert world_size(records, records, sizes) == max(possible, default=0)
 
     @given(SIZES, PLACES)
-    def test_so_many_more_are_needed_and_not_fewer(
+    def test_needed_is_the_least_number_of_nodes_that_suffices(
         self, sizes: Sizes, places: list[str | None]
     ) -> None:
         if sizes.least > sizes.most:
@@ -274,7 +274,7 @@ class TestRunning:
         action = lead(self.NOW, records, self.RULES, silent={"n2": 3.0})
         assert written(action).previous == ("n1",)
 
-    def test_who_was_lost_without_a_restart_is_replaced_by_whole_units(self) -> None:
+    def test_a_node_lost_without_a_restart_is_replaced_by_whole_units(self) -> None:
         rules = replace(self.RULES, restart_on_loss=False)
         now = replace(self.NOW, absent=("n2",))
         records = self.records(n3=record("n3"))
@@ -297,7 +297,7 @@ class TestRunning:
         assert decide(found) == SetRecord(Status.SPARE, None, -1, ring=False)
         assert isinstance(decide(replace(found, rules=replace(RULES, max_nodes=6))), Wait)
 
-    def test_it_says_why_it_waits(self) -> None:
+    def test_a_spare_says_why_it_waits(self) -> None:
         me = record("n3", Status.SPARE, min_nodes=2, max_nodes=6, policy="node_unit=2")
         found = view(me, self.NOW, rules=self.RULES, leader=running("n1", self.NOW))
         ((_, _, text, *_),) = [it for it in remarks(found) if it[0] == "spare"]

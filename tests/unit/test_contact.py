@@ -158,7 +158,7 @@ class TestAStoreThatIsSilent:
         bear(node, 1.0)
         assert any("on_outage=stop" in line for line in node.told)
 
-    def test_who_hears_of_it_only_with_the_answer_says_why_it_asks(
+    def test_a_node_that_hears_of_its_cut_off_with_the_answer_says_why_it_asks(
         self, server: MemoryServer, time: Time
     ) -> None:
         """Its driver waited for one request all the time."""
@@ -201,7 +201,7 @@ def test_in_a_closed_run_nobody_is_cut_off(server: MemoryServer, time: Time, lim
     assert node.node.num_nodes_waiting == 0
 
 
-def test_who_comes_back_tells_for_how_long_two_worlds_may_have_trained(
+def test_a_node_that_comes_back_tells_how_long_two_worlds_may_have_trained(
     server: MemoryServer, time: Time
 ) -> None:
     rules = replace(RULES, min_nodes=1, last_call_timeout=2.0)
@@ -307,7 +307,7 @@ class TestOfNodesWithLinks:
         crowd.play(2 * RULES.interval)
         assert [member.joining for member in members] == [True, True, False, True]
 
-    def test_who_may_read_stops_once_others_have_gone_on_and_not_before(self) -> None:
+    def test_a_node_that_may_only_read_stops_once_others_have_gone_on_not_before(self) -> None:
         """Its rights were reduced, or a policy refuses what it writes."""
         crowd, members = self.begin(3, answer_timeout=None)
         for member in members:
@@ -326,7 +326,7 @@ class TestOfNodesWithLinks:
 class TestHowLongTheStoreDidNotHear:
     """`View.unheard`: two worlds of a run may have trained for that long."""
 
-    def test_it_counts_a_heartbeat_that_was_answered_late_up_to_its_answer(self) -> None:
+    def test_unheard_time_lasts_up_to_the_answer_of_a_late_heartbeat(self) -> None:
         time = Time()
         contact = Contact(RULES, time)
         contact.workers_start()
@@ -336,7 +336,7 @@ class TestHowLongTheStoreDidNotHear:
         contact.accepted(sent)
         assert contact.unheard == 1.0 + RULES.lease
 
-    def test_it_counts_no_silence_after_the_workers_stopped(self) -> None:
+    def test_unheard_time_leaves_out_silence_after_the_workers_stopped(self) -> None:
         time = Time()
         contact = Contact(RULES, time)
         contact.workers_start()

@@ -69,7 +69,7 @@ def test_an_ended_run_has_no_nodes() -> None:
     assert sizes([row(0, 0, 2), end(10)], [seen(5, 2, 0, runs=True)]) == [(at(0), 2), (at(10), 0)]
 
 
-def test_before_the_first_round_it_grows_as_nodes_join() -> None:
+def test_before_the_first_round_the_size_grows_as_nodes_join() -> None:
     assert sizes([], [seen(1, 1, 0), seen(2, 2, 0)]) == [(at(1), 1), (at(2), 2)]
 
 

@@ -131,7 +131,7 @@ def test_refused_request_says_what_may_be_missing(
 
 
 class PartlyDenied(DictClient):
-    """Of two servers one refuses, and the other one is silent."""
+    """One of two servers refuses, and the other one is silent."""
 
     def __init__(self, *answers: Exception) -> None:
         super().__init__(MemoryServer(), "run", 0.3)
@@ -156,7 +156,7 @@ def test_refusal_of_one_server_outlasts_the_silence_of_another() -> None:
     [[], [KeyError("refused")]],
     ids=["silence of all", "a server that stops in a log-in"],
 )
-def test_who_is_silent_in_the_end_refuses_nobody(answers: list[Exception]) -> None:
+def test_a_server_that_is_silent_in_the_end_refuses_nobody(answers: list[Exception]) -> None:
     with pytest.raises(RendezvousConnectionError) as caught:
         PartlyDenied(*answers).get("key")
     assert not isinstance(caught.value, AccessDeniedError)

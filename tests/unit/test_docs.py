@@ -70,7 +70,7 @@ def undocumented(module: str, name: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("module", "name"), PUBLIC)
-def test_it_is_documented(module: str, name: str) -> None:
+def test_a_public_name_is_documented(module: str, name: str) -> None:
     assert list(undocumented(module, name)) == []
 
 
@@ -116,7 +116,7 @@ def told() -> Iterator[tuple[str, str]]:
                 yield path.name, str(node.value)
 
 
-def test_who_has_the_wheel_can_open_the_pages_that_the_product_names() -> None:
+def test_a_user_of_the_wheel_can_open_the_pages_that_the_product_names() -> None:
     texts = list(told())
     assert [it for it in texts if re.search(r"docs/[\w-]+\.md", it[1])] == []
     named = {page for _, text in texts for page in re.findall(r"rdzv docs ([a-z][\w/-]*)", text)}
@@ -141,12 +141,14 @@ def built(site: Path) -> Path:
     return site
 
 
-def test_without_a_site_it_says_how_to_build_one(site: Path) -> None:
+def test_without_a_site_the_command_says_how_to_build_one(site: Path) -> None:
     with pytest.raises(ValueError, match="make docs"):
         docs.docs()
 
 
-def test_without_a_site_it_prints_the_pages(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_site_the_command_prints_the_pages(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (site / "pages" / "start").mkdir(parents=True)
     for page in ("index", "start/redis"):
         (site / "pages" / f"{page}.md").write_text(f"# {page}\n")
@@ -183,7 +185,9 @@ def test_no_two_pages_have_the_same_last_name() -> None:
     assert len(names) == len(set(names))
 
 
-def test_it_prints_the_names(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_names_of_the_pages(
+    built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     docs.docs(as_text=True)
     names = ["options", "recipes/slurm", "start/index", "start/redis"]
     assert capsys.readouterr().out.splitlines() == names
@@ -203,7 +207,7 @@ def test_the_links_of_a_printed_page_lead_into_the_site(
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_it_opens_a_page_and_tells_where_it_is(
+def test_the_command_opens_a_page_and_tells_where_it_is(
     found: bool, built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened = []

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.rule("doubt")
 NAMES = tuple(f"n{number}" for number in range(1, 25))
 MANY = NAMES[1:10]  # Nine of 24.
 RAN = document(Phase.RUNNING, participants=NAMES, min_nodes=2, max_nodes=30)
-LATE, OUT = 1.6, 3.0  # Of a lease of 3 s.
+LATE, OUT = 1.6, 3.0  # Seconds, where the lease is 3 s.
 
 
 def wide(of: NodeRecord) -> NodeRecord:
@@ -81,7 +81,7 @@ class TestWhomALeaderDoubts:
         action = decide(replace(lonely, records={**lonely.records, "n20": slow}))
         assert "n20" not in written(action).previous
 
-    def test_who_was_lost_long_ago_is_not_doubted_with_them(self) -> None:
+    def test_a_node_lost_long_ago_is_not_doubted_with_them(self) -> None:
         action = decide(seen({**dict.fromkeys(MANY, LATE), "n2": 9.0}))
         assert "n2" not in written(action).previous
 
@@ -160,7 +160,7 @@ class TestWhileARoundForms:
         assert isinstance(action, Wait)
         assert action.enough
 
-    def test_it_completes_when_their_second_lease_is_over(self) -> None:
+    def test_the_round_completes_when_the_doubted_nodes_second_lease_is_over(self) -> None:
         silent, forgiven = dict.fromkeys(MANY, 6.0), dict.fromkeys(MANY, 3.0)
         amended = written(self.lead(silent=silent, forgiven=forgiven))
         assert {*amended.previous} == {*NAMES[:12]} - {*MANY}
@@ -236,7 +236,7 @@ def heir(time: Time, silence: float, late: float = 0.0) -> Observer:
 
 
 class TestATakeOver:
-    def test_who_fell_silent_with_the_leader_has_had_a_lease(self, time: Time) -> None:
+    def test_a_node_that_fell_silent_with_the_leader_has_had_a_lease(self, time: Time) -> None:
         made = heir(time, RULES.lease)
         assert made.liveness.watched["n3"].forgiven == 0.0
         assert made.liveness.watched["n1"].forgiven is None
@@ -321,7 +321,7 @@ class TestACrowd:
 
 
 def test_shares_of_an_interval_are_small_for_few_nodes_only() -> None:
-    """So that the first one's write is read before many others try, however many there are."""
+    """The first one's write is read before many others try, however many there are."""
     for nodes in (64, 1024, 16384):
         big = document(Phase.RUNNING, leader=None, max_nodes=nodes, participants=("n1", "n9"))
         turns = []

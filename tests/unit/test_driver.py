@@ -61,7 +61,7 @@ def names_imported_from_the_protocol(tree: ast.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("module", ["handler", "driver"])
-def test_it_knows_the_settings_and_the_failures_and_no_rule(module: str) -> None:
+def test_handler_and_driver_know_the_settings_and_the_failures_and_no_rule(module: str) -> None:
     tree = tree_of(module)
     assert names_imported_from_the_protocol(tree) <= {"Rules", "Failure"}
     theirs = {
@@ -80,8 +80,8 @@ def test_it_knows_the_settings_and_the_failures_and_no_rule(module: str) -> None
 
 
 @pytest.mark.parametrize("module", ["handler", "driver"])
-def test_it_writes_neither_rounds_nor_records_of_its_own(module: str) -> None:
-    """It makes its first record and a document to close where there is none, and changes none."""
+def test_handler_and_driver_write_neither_rounds_nor_records_of_their_own(module: str) -> None:
+    """They make a first record and a document to close where there is none, and change none."""
     used = names_used(tree_of(module))
     assert "replace" not in used
     if module == "driver":
@@ -355,7 +355,7 @@ def test_a_pause_is_no_longer_for_the_history_that_is_written_in_it(
 def test_the_history_is_written_once_the_store_has_a_leader_again(
     monkeypatch: pytest.MonkeyPatch, error: Exception, rows: int
 ) -> None:
-    """Who is refused does not ask again."""
+    """A driver that is refused does not ask again."""
     driver = make_driver(MemoryClient(MemoryServer(), "run"))
     note, errors = driver._archive.note, [error] * 3
 
@@ -382,7 +382,7 @@ def test_the_outcome_reaches_the_agent() -> None:
 def test_the_end_of_the_process_awaits_each_tcpstore_that_still_opens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a node that leads a second round while the first look-up of a name hangs."""
+    """The node leads a second round while the first look-up of a name hangs."""
     driver, found = make_driver(MemoryClient(MemoryServer(), "run")), threading.Event()
     monkeypatch.setattr(driver, "_open_master", lambda world_id: found.wait(30) and "host:1")
     awaited: list[tuple[Callable[[float], None], float]] = []

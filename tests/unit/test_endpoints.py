@@ -13,7 +13,7 @@ from rdzv_plugins.stores import STORES, open_client
 from rdzv_plugins.stores.redis import Options, _target
 from tests.servers.process import HOST, free_ports, release
 
-# Of each store, for each part: what the refusal says; None: it is obeyed.
+# What the refusal says, for each part of each store's endpoint; None: the part is obeyed.
 PARTS: Mapping[str, Mapping[str, str | None]] = {
     "redis": {
         "{at}/3": None,

@@ -64,19 +64,19 @@ def test_many_at_once(answering: Listener) -> None:
     assert all(other.result(10) > 0 for other in others)
 
 
-def test_it_listens_on_its_own_address_only(answering: Listener) -> None:
+def test_the_listener_listens_on_its_own_address_only(answering: Listener) -> None:
     with pytest.raises(ConnectionRefusedError):
         dial(f"127.0.0.2:{answering.port}", 5)
 
 
-def test_of_a_name_or_an_address_of_a_router_it_listens_on_all() -> None:
+def test_the_listener_of_a_name_or_a_routers_address_listens_on_all() -> None:
     for address in ("localhost", "192.0.2.7"):
         server = answers(address)
         assert exchange("the-node", endpoint(server), 5, SIZE) > 0
         server.close()
 
 
-def test_who_does_not_know_the_node_gets_nothing(answering: Listener) -> None:
+def test_a_client_that_does_not_know_the_node_gets_nothing(answering: Listener) -> None:
     with pytest.raises(ConnectionError):
         exchange("another-node", endpoint(answering), 5, SIZE)
     with stranger(answering) as line:
@@ -135,7 +135,7 @@ def test_nobody_listens() -> None:
         exchange("the-node", f"127.0.0.1:{port}", 5)
 
 
-def test_it_ends_at_once() -> None:
+def test_the_listener_ends_at_once() -> None:
     server = answers("127.0.0.1")
     until(lambda: NAME in {thread.name for thread in threading.enumerate()}, 10.0)
     server.close(seconds=10.0)

@@ -67,7 +67,7 @@ def behind(cause: BaseException) -> Exception:
         (behind(OSError(errno.EMFILE, "Too many open files")), "ulimit -n"),
     ],
 )
-def test_it_knows_what_is_missing(error: Exception, words: str) -> None:
+def test_an_error_of_exhaustion_names_what_is_missing(error: Exception, words: str) -> None:
     missing = exhausted(error)
     assert isinstance(missing, RendezvousConnectionError)
     assert words in str(missing)
@@ -83,7 +83,7 @@ def test_it_knows_what_is_missing(error: Exception, words: str) -> None:
         socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
     ],
 )
-def test_it_takes_nothing_else_for_that(error: Exception) -> None:
+def test_no_other_error_counts_as_exhaustion(error: Exception) -> None:
     assert exhausted(error) is None
 
 
@@ -256,7 +256,7 @@ def test_a_stop_ends_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [getattr(it, "document", "none") for it in ended] == [None]
 
 
-def test_whatever_it_does_beside_is_tried_again(
+def test_whatever_a_node_does_beside_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = Refusing(monkeypatch, "-master")

@@ -1,4 +1,4 @@
-"""Who is silent, and for how long, by one observer's looks."""
+"""Which nodes are silent, and for how long, by one observer's looks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_lower_beat_is_no_sign_of_life() -> None:
     assert not leases.moved("n")
 
 
-def test_one_that_is_gone_and_comes_back_as_it_was_begins_one_window_and_no_more() -> None:
+def test_a_record_that_comes_back_unchanged_begins_one_window_and_no_more() -> None:
     """A dead node's last record, deleted and put back again and again, kept it among the living."""
     leases = looks((5, 100.0), (None, 102.0), (5, 104.0), (None, 106.0), (5, 108.0))
     assert leases.confirmed_silence("n") == 6
@@ -96,7 +96,7 @@ def test_a_lower_beat_after_none_is_no_sign_of_life_but_the_next_is() -> None:
     assert leases.confirmed_silence("n") == 0
 
 
-def test_whatever_else_it_wrote_ends_the_silence() -> None:
+def test_whatever_else_a_node_wrote_ends_its_silence() -> None:
     leases = looks((None, 100.0), (None, 102.0))
     leases.heard("n", 102.5)
     leases.observe("n", None, 103.0, 103.0)

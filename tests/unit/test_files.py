@@ -50,7 +50,7 @@ def test_file_that_does_not_change_is_read_once(file: Path) -> None:
 def test_file_that_is_replaced_is_read_again(file: Path) -> None:
     made = FromFiles(Counted(file), str(file))
     new = file.with_suffix(".new")
-    # Of the same size and age: only the file itself is another one.
+    # It has the same size and age: only the file itself is another one.
     new.write_text("two\n")
     os.utime(new, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
     new.replace(file)
@@ -114,7 +114,7 @@ def reach(file: Path, endpoint: str) -> KeyValueClient:
 def test_file_that_is_away_is_an_outage_after_the_start(
     file: Path,
 ) -> None:
-    endpoint = str(file)  # Of this test alone: what was reached counts for the process.
+    endpoint = str(file)  # No other test has it: what was reached counts for the process.
     content = file.read_text()
     file.unlink()
     with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\)$"):

@@ -41,7 +41,7 @@ def grows(here: View) -> bool:
 
 @pytest.mark.rule("growth")
 class TestWhenNewcomersAreLetIn:
-    def test_who_fills_the_round_is_let_in_at_once(self) -> None:
+    def test_newcomers_that_fill_the_round_are_let_in_at_once(self) -> None:
         assert grows(leads(newcomers=2))
 
     @pytest.mark.parametrize(("counted", "then"), [(None, False), (4.9, False), (5.0, True)])
@@ -79,7 +79,7 @@ class TestWhenNewcomersAreLetIn:
         here = leads(grow="never", min_uptime=60.0, silent={"n2": 9.0})
         assert grows(here)
 
-    def test_who_replaces_a_lost_node_is_no_growth(self) -> None:
+    def test_a_newcomer_that_replaces_a_lost_node_is_no_growth(self) -> None:
         """With restart_on_loss=false the round went on without it."""
         lost = replace(NOW, absent=("n2",))
         here = leads(
@@ -179,7 +179,7 @@ class TestProgress:
         assert self.after(self.CAUSE, 60.0) == 0
         assert self.after(self.CAUSE, math.inf) == 0
 
-    def test_one_that_ended_for_newcomers_does_not_count(self) -> None:
+    def test_a_round_that_ended_for_newcomers_does_not_count(self) -> None:
         assert self.after(Cause(joined=Names(("n3[1]",))), 1.0) == 1
         assert self.after(Cause(joined=Names(("n3[1]",))), 60.0) == 0
 
@@ -196,7 +196,7 @@ class TestProgress:
 
 @pytest.mark.rule("growth")
 class TestNodes:
-    def test_one_that_comes_early_waits_as_a_spare(self) -> None:
+    def test_a_newcomer_that_comes_early_waits_as_a_spare(self) -> None:
         """Not for join_timeout only: it may take hours."""
         crowd = Crowd()
         each = Rules(

@@ -142,7 +142,7 @@ class TestACommandThatCannotRun:
         assert reason is not None
         assert "Permission denied" in reason
 
-    def test_one_that_hangs_is_ended_with_all_its_children(self, script: Script) -> None:
+    def test_a_command_that_hangs_is_ended_with_all_its_children(self, script: Script) -> None:
         gate = script.gate(
             f"""
             trap '' TERM
@@ -268,7 +268,7 @@ class TestACallable:
         said = f"broken: it raised {type(error).__name__}: worse"
         assert of_calls(SECONDS, broken).check() == said
 
-    def test_one_that_hangs_is_not_started_once_more(self) -> None:
+    def test_a_callable_that_hangs_is_not_started_once_more(self) -> None:
         released, calls = threading.Event(), []
 
         def hangs() -> None:
@@ -374,19 +374,19 @@ def listener() -> Iterator[socket.socket]:
 
 
 class TestNetwork:
-    def test_who_knows_no_other_node_passes(self) -> None:
+    def test_a_node_that_knows_no_other_node_passes(self) -> None:
         assert network.check(lambda: None, SECONDS) is None
 
-    def test_who_is_answered_passes(self, listener: socket.socket) -> None:
+    def test_a_node_that_is_answered_passes(self, listener: socket.socket) -> None:
         assert network.check(lambda: listener.getsockname(), SECONDS) is None
 
-    def test_who_is_refused_passes(self, listener: socket.socket) -> None:
+    def test_a_node_that_is_refused_passes(self, listener: socket.socket) -> None:
         """The host is there; its TCPStore may have gone with the round."""
         place = listener.getsockname()
         listener.close()
         assert network.check(lambda: place, SECONDS) is None
 
-    def test_who_reaches_nobody_does_not(self) -> None:
+    def test_a_node_that_reaches_nobody_fails(self) -> None:
         place = ("no-such-host.invalid", 1)
         reason = network.check(lambda: place, 0.2)
         assert reason is not None
@@ -538,7 +538,9 @@ class TestGpu:
         nvml.xids = [(0, 13), (1, 31), (0, 45)]
         assert check() is None
 
-    def test_without_its_package_it_cannot_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_its_package_the_check_cannot_run(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", None)
         with pytest.raises(CannotRunError, match=r"pip install 'rdzv-plugins\[gpu\]'"):
             GpuCheck()()

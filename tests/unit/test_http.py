@@ -102,7 +102,7 @@ def endlessly(once: bytes, again: bytes) -> Serve:
 
 @pytest.mark.parametrize(("once", "again", "error"), ENDLESS.values(), ids=ENDLESS)
 def test_an_answer_without_end_ends(once: bytes, again: bytes, error: Any) -> None:
-    """Of 100 Continue without end a request never ended, and a body took 3 GiB in 11 s."""
+    """With 100 Continue without end a request never ended, and a body took 3 GiB in 11 s."""
     with serving(endlessly(once, again)) as host:
         asking = Background(lambda: Http([host], None, 1).ask(ASK, within(1)))
         assert asking.done(10)

@@ -58,7 +58,7 @@ def asks(server: MetricsServer, path: str) -> bytes:
         return read
 
 
-def test_it_answers_beside_clients_that_drip(server: MetricsServer) -> None:
+def test_the_server_answers_beside_clients_that_drip(server: MetricsServer) -> None:
     ends = threading.Event()
     with ExitStack() as stack:
         stack.callback(ends.set)
@@ -147,7 +147,7 @@ def test_a_name_that_somebody_else_gave_this_host_is_not_answered(
         assert found == status
 
 
-def test_who_asks_without_a_host_is_answered(server: MetricsServer) -> None:
+def test_a_client_that_asks_without_a_host_is_answered(server: MetricsServer) -> None:
     with socket.create_connection(("127.0.0.1", server._server.server_port), 30) as line:
         line.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         assert line.makefile("rb").readline().split()[1] == b"200"

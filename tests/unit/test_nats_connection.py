@@ -21,7 +21,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
     writer.close()
 
 
-def test_who_waits_is_told_where_the_last_write_fails_too() -> None:
+def test_a_waiting_client_is_told_where_the_last_write_fails_too() -> None:
     """Else it waits until its time is over: for an answer, or for a change."""
 
     async def waits() -> None:

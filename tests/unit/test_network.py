@@ -90,17 +90,17 @@ class TestTheVerdict:
         found["n0"] = replace(found["n0"], dials=None)
         assert not verdict_on(of, found).runs
 
-    def test_who_cannot_be_dialled_as_rank_0_is_known_as_long_as_the_run(self) -> None:
+    def test_a_node_that_cannot_be_dialled_as_rank_0_is_known_as_long_as_the_run(self) -> None:
         of = a_round(3, Faults(not_to_host=("n2",), rounds=1))
         verdict = verdict_on(of, records_of(of))
         assert verdict == Verdict(True, Faults(not_to_host=("n2",)))
 
-    def test_who_has_no_such_option_counts_as_passed(self) -> None:
+    def test_a_node_without_the_option_counts_as_passed(self) -> None:
         of = a_round(3)
         found = {node: replace(it, dials=None) for node, it in records_of(of).items()}
         assert verdict_on(of, found).runs
 
-    def test_one_that_is_cut_off_is_out_at_once(self) -> None:
+    def test_a_node_that_is_cut_off_is_out_at_once(self) -> None:
         for size in (3, 5, 8):
             of = a_round(size)
             for cut in of.participants:
@@ -111,7 +111,7 @@ class TestTheVerdict:
                 assert [verdict.faults.links, verdict.faults.blind] == [(), ()]
         assert verdict.faults.why_out("n7").startswith("network: no data passed between this node ")
 
-    def test_one_that_nobody_can_dial_is_out_after_two_rounds(self) -> None:
+    def test_a_node_that_nobody_can_dial_is_out_after_two_rounds(self) -> None:
         of = a_round(5)
         verdict = verdict_on(of, records_of(of, blind="n3"))
         assert (verdict.runs, verdict.faults.out, len(verdict.faults.links)) == (False, (), 1)
@@ -173,7 +173,7 @@ class TestTheVerdict:
         of = after(of, verdict)
         assert len(verdict_on(of, records_of(of, *bad)).faults.out) == 1
 
-    def test_one_that_was_at_fault_before_may_have_one_bad_link(self) -> None:
+    def test_a_node_that_was_at_fault_before_may_have_one_bad_link(self) -> None:
         """Else a round that needs it never runs."""
         of, runs = a_round(3), list[bool]()
         while len(runs) < 3:
@@ -194,7 +194,7 @@ class TestRankZero:
             found[node] = replace(found[node], dials=it)
         return found
 
-    def test_one_that_nobody_reaches_gives_its_place_up(self) -> None:
+    def test_a_rank_0_that_nobody_reaches_gives_its_place_up(self) -> None:
         of = a_round(2)
         verdict = verdict_on(of, self.hidden(of, "n1"))
         assert (verdict.runs, verdict.faults.not_to_host) == (False, ("n0",))
@@ -206,23 +206,23 @@ class TestRankZero:
         able = network.able_to_host(after(of, verdict), found, of.participants)
         assert [able[node].can_host for node in of.participants] == [False, True]
 
-    def test_one_that_some_cannot_dial_gives_way_to_one_that_all_may(self) -> None:
+    def test_a_rank_0_that_some_cannot_dial_gives_way_to_one_that_all_may(self) -> None:
         of = a_round(4)
         verdict = verdict_on(of, self.hidden(of, "n2"))
         assert (verdict.runs, verdict.faults.not_to_host) == (False, ("n0", "n2"))
 
-    def test_one_that_nobody_reaches_is_not_left_out_for_that(self) -> None:
+    def test_a_rank_0_that_nobody_reaches_is_not_left_out_for_that(self) -> None:
         of = a_round(5)
         verdict = verdict_on(of, self.hidden(of, "n1", "n2", "n3", "n4"))
         assert (verdict.faults.out, verdict.faults.not_to_host) == ((), ("n0",))
 
-    def test_who_can_dial_no_rank_0_is_left_out(self) -> None:
+    def test_a_node_that_can_dial_no_rank_0_is_left_out(self) -> None:
         of = a_round(4, Faults(rounds=1, blind=(("n2", "n1"),), not_to_host=("n1", "n2")))
         verdict = verdict_on(of, self.hidden(of, "n2"))
         assert [node for node, _ in verdict.faults.out] == ["n2"]
         assert (verdict.faults.not_to_host, verdict.faults.blind) == (("n1", "n2"), ())
 
-    def test_it_never_runs_with_one_that_a_node_cannot_dial(self) -> None:
+    def test_no_round_runs_with_a_rank_0_that_a_node_cannot_dial(self) -> None:
         of = a_round(4, Faults(links=(("n0", "n2"),), rounds=50))
         assert not verdict_on(of, self.hidden(of, "n2")).runs
 
@@ -245,7 +245,7 @@ class TestSlow:
             found[node] = replace(found[node], dials=replace(found[node].dials, seconds=it))
         return slow(of, found)
 
-    def test_who_takes_over_twice_the_median_is_told(self) -> None:
+    def test_a_link_that_takes_over_twice_the_median_is_told(self) -> None:
         assert self.took(0.3, 0.4, 1.9, 0.5) == (
             "data passed slowly between n2[1] and n0[1] in 1.90 s; the median of all is 0.50 s"
         )

@@ -77,7 +77,7 @@ class TestDials:
         assert found is not None
         assert (found.partner, found.seconds, found.first, found.unreached) == ("a", 0.25, "a", "")
 
-    def test_without_the_option_it_asks_for_nothing_more(self) -> None:
+    def test_without_the_option_a_node_asks_for_nothing_more(self) -> None:
         logs = []
         for option in (False, True):
             a, b, asked = self.begin(replace(PAIR, network_check=option))
@@ -103,14 +103,14 @@ class TestDials:
         life.go()
         assert life.outcomes[0].document
 
-    def test_who_has_not_set_the_option_is_not_dialled(self, crowd: Crowd) -> None:
+    def test_a_node_without_the_option_is_not_dialled(self, crowd: Crowd) -> None:
         a = crowd.join("a", RULES)
         crowd.join("b", replace(RULES, network_check=False))
         part(crowd, "b")
         a.dials = lambda request: pytest.fail("it dials")
         crowd.play_until(lambda: bool(a.given), 20)
 
-    def test_it_beats_while_a_dial_hangs(self) -> None:
+    def test_a_node_beats_while_a_dial_hangs(self) -> None:
         a, b, _ = self.begin()
         a.dials = b.dials = lambda request: None
         a.go()
@@ -162,7 +162,9 @@ class TestCutOff:
         own = "the network check of this node failed: this node could not "
         assert any(own in line for it in members for line in it.told)
 
-    def test_it_comes_in_with_the_next_round_and_ends_none(self, crowd: Crowd) -> None:
+    def test_a_node_that_was_cut_off_comes_in_with_the_next_round_and_ends_none(
+        self, crowd: Crowd
+    ) -> None:
         a, _, c = self.come_back(crowd)
         crowd.play(20.0)
         assert (len(a.given), record(c).status) == (1, Status.SPARE)

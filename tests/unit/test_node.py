@@ -128,7 +128,7 @@ def test_a_failed_worker_brings_the_others_to_join_again(pair: tuple[Life, Life]
     assert "n2[1] joined again" in stored(leader).reason
 
 
-def test_who_joins_again_looks_at_the_leader_without_delay(pair: tuple[Life, Life]) -> None:
+def test_a_node_that_joins_again_looks_at_the_leader_without_delay(pair: tuple[Life, Life]) -> None:
     """Its lease counts from the look: one that died with the workers has a lease, not more."""
     leader, joiner = pair
     finish(leader, joiner)
@@ -265,7 +265,9 @@ def test_another_run_with_the_id_keeps_its_keys(server: MemoryServer, time: Time
 
 
 @pytest.mark.rule("closed stays closed")
-def test_who_lost_the_lead_does_not_close_the_run(server: MemoryServer, time: Time) -> None:
+def test_a_leader_that_lost_the_lead_does_not_close_the_run(
+    server: MemoryServer, time: Time
+) -> None:
     """All its nodes are done, as the last leader saw it; the next one may know better."""
     leader, joiner = Life("n1", server, time, RULES), Life("n2", server, time, RULES)
     leader.go()

@@ -101,7 +101,7 @@ def test_a_join_that_fails_is_reported_even_if_nobody_can_be_told(
     assert [outcome.failure for outcome in node.outcomes] == [Failure.TIMEOUT]
 
 
-def test_who_gave_up_joining_again_is_missed_by_nobody(pair: tuple[Life, Life]) -> None:
+def test_a_node_that_gave_up_joining_again_is_missed_by_nobody(pair: tuple[Life, Life]) -> None:
     leader, joiner = pair
     finish(leader, joiner)
     joiner.join_again()
@@ -211,7 +211,7 @@ def test_an_unreadable_record_is_silence(pair: tuple[Life, Life]) -> None:
     assert stored(leader).reason == "lost n2: lease ran out"
 
 
-def test_who_comes_back_after_the_sweep_leaves_no_record(
+def test_a_node_that_comes_back_after_the_sweep_leaves_no_record(
     pair: tuple[Life, Life], server: MemoryServer
 ) -> None:
     """Also where the store is away when it is to be deleted."""

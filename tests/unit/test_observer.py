@@ -38,7 +38,7 @@ def entry(of: RoundDocument, version: str) -> Entry:
     return Entry(of.encode(), version)
 
 
-def test_who_was_in_a_run_that_ended_is_in_no_other(time: Time) -> None:
+def test_a_node_of_a_run_that_ended_is_in_no_other(time: Time) -> None:
     seen = observer(time, MINE, THEIRS)
     assert not seen.closed
     seen.hear_of_the_end(RUN, Outcome.SUCCEEDED, time())
@@ -50,7 +50,7 @@ def test_who_was_in_a_run_that_ended_is_in_no_other(time: Time) -> None:
     assert seen.latest.is_of(MINE)
 
 
-def test_who_was_in_none_of_them_is_in_the_next(time: Time) -> None:
+def test_a_node_that_was_in_no_run_is_in_the_next(time: Time) -> None:
     closed = replace(MINE, phase=Phase.CLOSED, outcome=Outcome.CLOSED)
     seen = Observer("n7", RULES, time)
     take(seen, entry(closed, "1"))

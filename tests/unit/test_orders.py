@@ -60,14 +60,14 @@ class TestTheLeader:
         assert (after.previous, after.evicted) == (("n1", "n2"), ("n3",))
         assert after.reason == "drained n3[1]"
 
-    def test_nobody_waits_for_it_to_stop(self) -> None:
+    def test_nobody_waits_for_a_drained_node_to_stop(self) -> None:
         forming = replace(FORMING, previous=("n1", "n2"), evicted=("n3",), drained=("n3",))
         others = joining("n1", "n2", round_=4) | {"n3": running("n3", NOW)}
         named = written(lead(forming, others, enough_for=5.0))
         assert named.participants == ("n1", "n2")
         assert named.evicted == ("n3",)
 
-    def test_it_is_in_no_later_round(self) -> None:
+    def test_a_drained_node_is_in_no_later_round(self) -> None:
         forming = replace(FORMING, previous=("n1", "n2"), drained=("n3",))
         named = written(lead(forming, joining("n1", "n2", "n3", round_=4), enough_for=5.0))
         assert named.participants == ("n1", "n2")
@@ -75,13 +75,13 @@ class TestTheLeader:
         others = all_running(ran) | joining("n3")
         assert isinstance(lead(ran, others), Wait)
 
-    def test_one_that_is_drained_while_the_round_forms_is_left_out(self) -> None:
+    def test_a_node_drained_while_the_round_forms_is_left_out(self) -> None:
         forming = replace(FORMING, drained=("n3",))
         after = written(lead(forming, joining("n1", "n2", round_=4) | {"n3": running("n3", NOW)}))
         assert (after.round, after.previous, after.evicted) == (5, ("n1", "n2"), ("n3",))
         assert after.reason == "drained n3[1]"
 
-    def test_one_that_is_drained_while_it_confirms_ends_the_round(self) -> None:
+    def test_a_node_drained_while_the_round_is_confirmed_ends_it(self) -> None:
         confirming = replace(document(Phase.CONFIRMING), drained=("n3",))
         after = written(lead(confirming, {}))
         assert (after.round, after.phase, after.previous) == (5, Phase.FORMING, ("n1", "n2"))
@@ -90,12 +90,12 @@ class TestTheLeader:
         after = written(lead(replace(NOW, drained=("n1",)), {}))
         assert (after.leader, after.previous) == ("n1", ("n2", "n3"))
 
-    def test_one_that_is_lost_is_called_lost(self) -> None:
+    def test_a_drained_node_that_is_lost_is_called_lost(self) -> None:
         after = written(lead(replace(NOW, drained=("n3",)), {}, silent={"n3": 3.0}))
         assert after.reason == "lost n3[1]: lease ran out"
         assert not after.evicted
 
-    def test_one_that_is_done_is_none_to_drain(self) -> None:
+    def test_a_node_that_is_done_is_not_drained(self) -> None:
         done = replace(running("n3", NOW), status=Status.DONE)
         assert isinstance(lead(replace(NOW, drained=("n3",)), {"n3": done}), Wait)
 
@@ -159,7 +159,7 @@ class TestExclusion:
         assert (after.previous, after.evicted) == (("n1", "n2"), ("n3",))
         assert after.reason == "excluded n3[1]: ECC errors"
 
-    def test_it_is_let_in_again_when_the_exclusion_ends(self) -> None:
+    def test_an_excluded_node_is_let_in_again_when_the_exclusion_ends(self) -> None:
         ran = document(Phase.RUNNING, participants=("n1", "n2"), excluded=(BAD,))
         waits = record("n3", Status.SPARE)
         others = all_running(ran) | {"n3": waits}
@@ -196,7 +196,7 @@ class TestExclusion:
         text = str(diagnose(replace(NOW, excluded=many), all_running(NOW)))
         assert text.endswith("n4 excluded; n5 excluded; 2 more kept out")
 
-    def test_it_does_not_count_as_one_that_waits(self) -> None:
+    def test_an_excluded_node_does_not_count_as_one_that_waits(self) -> None:
         ran = document(Phase.RUNNING, participants=("n1", "n2"), excluded=(Exclusion("n3"),))
         text = str(diagnose(ran, all_running(ran) | joining("n3")))
         assert "waiting" not in text
@@ -213,7 +213,7 @@ class TestExclusion:
 
 @pytest.mark.rule("exclusions")
 class TestTheFirstRound:
-    def test_who_founds_a_run_keeps_out_whom_earlier_runs_excluded(self) -> None:
+    def test_a_founder_keeps_out_the_nodes_that_earlier_runs_excluded(self) -> None:
         server, time = MemoryServer(), Time()
         archive(server).exclude(Exclusion("n2", time.now + 60.0), time.now)
         rules = replace(PAIR, min_nodes=1, max_nodes=2)
@@ -229,7 +229,7 @@ class TestTheFirstRound:
         assert stored(founder).reason == "n2[1] joined"
 
     def test_a_round_that_forms_at_once_does_not_wait_for_it(self) -> None:
-        """Who should not be in it is taken out as soon as its leader has time."""
+        """A node that should not be in it is taken out as soon as its leader has time."""
         crowd = Crowd()
         archive(crowd.server).exclude(Exclusion("n2"), 0.0)
         one, two = (crowd.join(name, PAIR) for name in ("n1", "n2"))
@@ -282,7 +282,7 @@ class TestTheArchive:
         assert archive(server).exclusions(0.0) == (Exclusion("n5"), BAD)
         assert archive(server).exclusions(0.0, True) == (Exclusion("n5"),)
 
-    def test_it_ends(self) -> None:
+    def test_an_exclusion_ends(self) -> None:
         kept = archive(MemoryServer())
         kept.exclude(BAD, 0.0)
         assert kept.exclusions(100.0) == ()
@@ -295,7 +295,7 @@ class TestTheArchive:
         kept.exclude(Exclusion("n3", 300.0), 0.0)
         assert kept.exclusions(0.0) == (Exclusion("n3", 300.0),)
 
-    def test_it_is_taken_back(self) -> None:
+    def test_an_exclusion_is_taken_back(self) -> None:
         server = MemoryServer()
         kept = archive(server)
         kept.exclude(BAD, 0.0)
@@ -356,7 +356,7 @@ class TestTheCommands:
         assert set(store.document.drained) == {"n2", "n5"}
         assert given.nodes == ("n2[1]", "n2[7]")
 
-    def test_who_has_left_goes_by_no_name(self) -> None:
+    def test_a_node_that_has_left_goes_by_no_name(self) -> None:
         store = Commands()
         store.client.put(NODES_PREFIX + "n4", record("n4", Status.LEFT).encode())
         given = store.give(drain("rdzv", ["n2", "n4"], lambda: 0.0))
@@ -369,7 +369,7 @@ class TestTheCommands:
         assert store.give(drain("rdzv", ["n3"], lambda: 0.0)).nodes == ("n3",)
         assert store.document.drained == ("n3",)
 
-    def test_it_says_when_too_few_are_left(self) -> None:
+    def test_a_command_says_when_too_few_nodes_are_left(self) -> None:
         store = Commands()
         given = store.give(drain("rdzv", ["n2", "n3", "n4"], lambda: 0.0))
         assert (given.left, given.lacks, given.size, given.stops) == (1, 1, 0, True)
@@ -489,13 +489,13 @@ class TestTheCommands:
         assert store.give(include("rdzv", ["n3"]))
         assert store.document == NOW
 
-    def test_who_is_accused_is_named_with_its_beat(self) -> None:
+    def test_an_accused_node_is_named_with_its_beat(self) -> None:
         store = Commands()
         beat = running("n2", NOW).beat
         assert store.give(accuse("rdzv", ["n2"])).nodes == ("n2[1]",)
         assert store.document.accused == (Accusation("n2", beat),)
         assert store.client.get(BELL_KEY) is not None
-        # Who was asked, or found gone, is asked no later for this.
+        # A node that was asked, or found gone, is not asked again for this.
         gone = replace(NOW, accused=(Accusation("n2", beat, "n3[1]", True),))
         store = Commands(gone)
         store.give(accuse("rdzv", ["n2"]))

@@ -1,4 +1,4 @@
-"""Who may read pages: by name at loopback, by token elsewhere."""
+"""Clients that may read pages: by name at loopback, by token elsewhere."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_token_is_asked_for_at_loopback_too_where_it_is_set(
         name="rdzv-test-metrics",
     )
     with closing(server):
-        # Who has the token may ask by any name, as a proxy does.
+        # A client that has the token may ask by any name, as a proxy does.
         headers = {"Host": "metrics.example"} | ({"Authorization": sent} if sent else {})
         request = urllib.request.Request(server.url + path, headers=headers)
         try:

@@ -51,19 +51,19 @@ class TestLostNodes:
     def test_a_node_that_runs_yet_counts(self) -> None:
         assert goes_on(FORMS)
 
-    def test_one_that_the_round_that_forms_has_lost_does_not(self) -> None:
+    def test_a_node_that_the_round_that_forms_has_lost_does_not_count(self) -> None:
         assert not goes_on(LOST_A)
 
-    def test_nor_one_that_was_lost_as_it_asked(self) -> None:
+    def test_a_node_that_was_lost_as_it_asked_does_not_count(self) -> None:
         assert not goes_on(LOST_A, {**RECORDS, "a": record(1, Status.JOIN)})
 
-    def test_nor_one_that_has_not_come_to_the_round_that_runs(self) -> None:
+    def test_a_node_that_has_not_come_to_the_round_that_runs_does_not_count(self) -> None:
         left_out = replace(LAST, round=2, participants=("b", "c"))
         records = {**RECORDS, "b": record(2, Status.RUN, 2)}
         assert not goes_on(left_out, records)
         assert goes_on(left_out, {**records, "a": record(1, Status.RUN, 2)})
 
-    def test_nor_where_many_are_only_counted(self) -> None:
+    def test_a_lost_node_does_not_count_where_many_are_only_counted(self) -> None:
         many = Shards(digest="d", size=3, count=1)
         assert goes_on(replace(FORMS, previous=(), previous_roster=many), None)
         assert not goes_on(replace(LOST_A, previous=(), previous_roster=many), None)
@@ -82,14 +82,14 @@ class TestLostNodes:
 
 
 class TestWhoLives:
-    def test_who_beats_or_asks_does(self) -> None:
+    def test_a_node_that_beats_or_asks_lives(self) -> None:
         beaten = replace(RECORDS["a"], beat=2)
         assert all_live("c", LAST, RECORDS, {**RECORDS, "a": beaten})
         assert all_live("c", LAST, RECORDS, {**RECORDS, "a": record(1, Status.JOIN)})
 
-    def test_who_stands_still_or_is_unknown_may_not(self) -> None:
+    def test_a_node_that_stands_still_or_is_unknown_may_not_live(self) -> None:
         assert not all_live("c", LAST, RECORDS, RECORDS)
         assert not all_live("c", LAST, {}, {"b": RECORDS["b"]})
 
-    def test_of_many_nobody_knows(self) -> None:
+    def test_the_nodes_of_a_large_round_are_not_known_to_live(self) -> None:
         assert not all_live("c", replace(LAST, participants=()), RECORDS, RECORDS)

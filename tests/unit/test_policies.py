@@ -53,7 +53,7 @@ class TestThePolicyOfThePage:
         here = asked(at_most_two_of_a_domain, n1="r1", n2="r1", n3="r1", n4="r2")
         assert written(decide(here)).participants == ("n1", "n2", "n4")
 
-    def test_who_is_not_admitted_counts_among_those_that_wait(
+    def test_a_node_that_is_not_admitted_counts_among_those_that_wait(
         self, at_most_two_of_a_domain: Rules
     ) -> None:
         here = asked(at_most_two_of_a_domain, n1="r1", n2="r1", n3="r1", n4="r2")
@@ -64,7 +64,7 @@ class TestThePolicyOfThePage:
         here = asked(rules, n1="r1", n2="r1", n3="r1")
         assert "1 node waiting: a round has at most 2 nodes of a domain" in str(of_node(here))
 
-    def test_one_that_comes_later_is_a_spare(self, at_most_two_of_a_domain: Rules) -> None:
+    def test_a_node_that_comes_later_is_a_spare(self, at_most_two_of_a_domain: Rules) -> None:
         runs = document(Phase.RUNNING, max_nodes=4)
         late = record("n4", domain="r1", max_nodes=4)
         action = decide(view(late, runs, rules=at_most_two_of_a_domain))
@@ -92,7 +92,7 @@ class TestQuestions:
         assert nobody.leave(here, here.document) is None
 
     def test_where_no_option_is_set_nobody_is_kept_out(self) -> None:
-        """Nor is anything made for it: a leader of 10,000 nodes asks at each decision."""
+        """Nothing is made for it either: a leader of 10,000 nodes asks at each decision."""
         here = asked(RULES, n1="r1", n2="r1", n3="r1")
         assert here.document is not None
         at = assess(here, here.document)

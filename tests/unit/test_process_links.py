@@ -160,7 +160,7 @@ class Watcher:
 
     @property
     def dials(self) -> int:
-        """So many times it was refused since it was told of that."""
+        """How many times it was refused since it was told of that."""
         return self.links._peers[PEER]._times or 0
 
     def breaks(self) -> None:
@@ -270,7 +270,7 @@ os._exit(0)
 """
 
 
-def test_one_that_is_forked_while_a_link_is_made_does_not_keep_it() -> None:
+def test_a_process_forked_while_a_link_is_made_does_not_keep_it() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", FORKS], stdin=pipe, stdout=pipe) as process:
         assert process.stdin is not None
@@ -283,7 +283,7 @@ def test_one_that_is_forked_while_a_link_is_made_does_not_keep_it() -> None:
                 assert line.recv(1) == b""
 
 
-def test_who_refuses_is_not_gone_while_its_own_link_stands(
+def test_a_peer_that_refuses_is_not_gone_while_its_own_link_stands(
     watcher: Watcher, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a firewall, or after its listener has died. Its death shows by that link."""
@@ -298,7 +298,7 @@ def test_who_refuses_is_not_gone_while_its_own_link_stands(
     assert watcher.hears() == ("gone", PEER)
 
 
-def test_who_was_gone_and_has_a_link_again_is_gone_once_that_ends(
+def test_a_peer_that_was_gone_and_has_a_link_again_is_gone_once_that_ends(
     watcher: Watcher, peer: Peer
 ) -> None:
     """It has answered that accusation; nothing else would tell of its death."""
@@ -311,7 +311,7 @@ def test_who_was_gone_and_has_a_link_again_is_gone_once_that_ends(
     assert watcher.hears() == ("gone", PEER)
 
 
-def test_so_many_links_that_one_has_to_go(
+def test_the_first_links_of_strangers_end_where_there_are_too_many(
     watcher: Watcher, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of neighbours stay: what they tell is heard by nobody else."""
@@ -359,7 +359,7 @@ def test_a_stranger_speaks_for_nobody(watcher: Watcher, peer: Peer) -> None:
         assert watcher.hears() == ("gone", PEER)
 
 
-def test_one_that_ends_in_good_order_says_so(watcher: Watcher, peer: Peer) -> None:
+def test_a_peer_that_ends_in_good_order_says_so(watcher: Watcher, peer: Peer) -> None:
     linked(watcher, peer.port)
     peer.end()
     assert until(lambda: watcher.links._peers[PEER]._ended, PATIENCE)
@@ -376,7 +376,9 @@ def test_a_connection_that_breaks_is_made_again(
     assert watcher.heard_nothing
 
 
-def test_one_that_keeps_breaking_is_made_again_after_pauses(watcher: Watcher, proxy: Proxy) -> None:
+def test_a_link_that_keeps_breaking_is_made_again_after_pauses(
+    watcher: Watcher, proxy: Proxy
+) -> None:
     linked(watcher, proxy.address[1])
     peer = watcher.links._peers[PEER]
     for _ in range(module._MOST_SHORT):
@@ -386,7 +388,7 @@ def test_one_that_keeps_breaking_is_made_again_after_pauses(watcher: Watcher, pr
     assert watcher.heard_nothing
 
 
-def test_who_is_gone_and_answers_again_is_back(watcher: Watcher, peer: Peer) -> None:
+def test_a_peer_that_is_gone_and_answers_again_is_back(watcher: Watcher, peer: Peer) -> None:
     linked(watcher, peer.port)
     peer.kill()
     assert watcher.hears() == ("gone", PEER)
@@ -397,7 +399,7 @@ def test_who_is_gone_and_answers_again_is_back(watcher: Watcher, peer: Peer) -> 
         assert until(watcher.has_link, PATIENCE)
 
 
-def test_who_is_gone_is_told_of_once_more(
+def test_a_peer_that_is_gone_is_told_of_once_more(
     watcher: Watcher, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last heartbeat may have been on its way to the store."""
@@ -409,7 +411,7 @@ def test_who_is_gone_is_told_of_once_more(
     assert watcher.heard_nothing
 
 
-def test_who_was_refused_for_long_is_dialled_again(
+def test_a_peer_whose_link_was_refused_for_long_is_dialled_again(
     watcher: Watcher, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a firewall: without its link, nobody would see it die after that."""
@@ -438,7 +440,7 @@ def test_a_proxy_between_that_refuses_tells_nothing_of_the_node(
     assert until(lambda: it._pause > 4 * module._FIRST_PAUSE, PATIENCE)
     proxy.accept()
     assert until(watcher.has_link, PATIENCE)
-    # Nor does one that answers, and reaches nobody.
+    # A proxy that answers, and reaches nobody, tells nothing either.
     peer.kill()
     assert until(lambda: it._pause > 4 * module._FIRST_PAUSE, PATIENCE)
     assert watcher.heard_nothing
@@ -470,7 +472,7 @@ def test_somebody_else_at_its_port_is_not_it(watcher: Watcher) -> None:
     listener.close()
 
 
-def test_who_was_never_reached_is_not_gone(watcher: Watcher, peer: Peer) -> None:
+def test_a_peer_that_was_never_reached_is_not_gone(watcher: Watcher, peer: Peer) -> None:
     """A firewall may refuse all."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -596,7 +598,9 @@ def test_each_end_hears_what_the_other_one_says_of_itself(
     assert hears(Standing.ACCEPTED)
 
 
-def test_what_it_says_of_itself_is_said_over_links_that_others_make_later(watcher: Watcher) -> None:
+def test_what_a_node_says_of_itself_is_said_over_links_made_later_by_others(
+    watcher: Watcher,
+) -> None:
     watcher.links.hold({}, Standing.FAILING)
     with greeted(watcher) as line:
         assert line.recv(1) == Standing.FAILING.encode()

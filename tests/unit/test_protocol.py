@@ -90,7 +90,7 @@ class TestFirstRound:
             assert action.enough
             assert action.seconds == pytest.approx(5.0 - (waited or 0.0))
 
-    def test_who_left_is_silent_or_has_other_nodes_is_not_counted(self) -> None:
+    def test_a_node_is_not_counted_if_it_left_is_silent_or_sets_other_sizes(self) -> None:
         others = joining("n1", "n2", "n3") | {
             "n3": record("n3", Status.LEFT),
             "n4": record("n4", max_nodes=9),
@@ -148,10 +148,10 @@ class TestConfirming:
             action = decide(view(record(name, round_=3), self.NAMED))
             assert action == Confirm(self.NAMED, first)
 
-    def test_who_has_confirmed_does_not_do_it_again(self) -> None:
+    def test_a_node_that_has_confirmed_does_not_do_it_again(self) -> None:
         assert isinstance(decide(view(running("n2", self.NAMED), self.NAMED)), Wait)
 
-    def test_who_has_asked_for_a_round_of_another_run_since_confirms_again(self) -> None:
+    def test_a_node_that_has_asked_for_a_round_of_another_run_confirms_again(self) -> None:
         between = record("n2", round_=3, incarnation="another", world_id=self.NAMED.world_id)
         mine = view(between, self.NAMED, without_tombstone=frozenset({"another"}))
         assert decide(mine) == Confirm(self.NAMED, False)
@@ -164,7 +164,7 @@ class TestConfirming:
         others = all_running(self.NAMED) | {"n3": record("n3", round_=3)}
         assert decide(view(others["n1"], self.NAMED, others)) == Wait(3.0)
 
-    def test_it_runs_when_all_have_confirmed(self) -> None:
+    def test_a_round_runs_when_all_have_confirmed(self) -> None:
         others = all_running(self.NAMED)
         started = written(decide(view(others["n1"], self.NAMED, others)))
         assert (started.phase, started.master) == (Phase.RUNNING, "n1:1")
@@ -189,7 +189,7 @@ class TestRunning:
             view(everybody["n1"], now, everybody, joining=False, silent=silent, rules=rules)
         )
 
-    def test_who_confirmed_starts(self) -> None:
+    def test_a_node_that_confirmed_starts(self) -> None:
         assert decide(view(running("n2", self.NOW), self.NOW)) == Start(self.NOW)
 
     @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ class TestRunning:
         named = written(decide(view(everybody["n1"], following, everybody, enough_for=9.0)))
         assert (named.phase, named.ran, named.master) == (Phase.CONFIRMING, None, "n1:1")
 
-    def test_who_did_not_confirm_is_not_in_it(self) -> None:
+    def test_a_node_that_did_not_confirm_is_not_in_the_round(self) -> None:
         assert decide(view(record("n2", round_=3), self.NOW)) == SetRecord(Status.JOIN, RUN, 4)
 
     def test_a_quiet_round_is_left_alone(self) -> None:
@@ -282,22 +282,22 @@ class TestCauses:
         everybody = joining("n1", "n2", round_=3) | others
         return written(decide(view(everybody["n1"], self.NOW, everybody, silent=silent)))
 
-    def test_who_was_lost_is_named_though_the_others_workers_failed_first(self) -> None:
+    def test_a_lost_node_is_named_though_the_others_workers_failed_first(self) -> None:
         after = self.lead({"n3": record("n3", Status.RUN, 3)}, n3=3.0)
         assert after.cause == Cause().plus(failed=["n1[1]"], lost=["n3[1]"])
         assert after.reason == "lost n3[1]: lease ran out; n1[1] joined again (its workers failed)"
 
-    def test_who_left_is_named_so(self) -> None:
+    def test_a_node_that_left_is_named_so(self) -> None:
         after = self.lead({"n3": record("n3", Status.LEFT, 3)})
         assert after.cause == Cause().plus(failed=["n1[1]"], left=["n3[1]"])
 
-    def test_who_came_in_the_meantime_is_named_when_it_is_let_in(self) -> None:
+    def test_a_node_that_came_in_the_meantime_is_named_when_it_is_let_in(self) -> None:
         others = {"n3": record("n3", Status.LEFT, 3), "n4": record("n4")}
         named = self.lead(others)
         assert named.phase is Phase.CONFIRMING
         assert named.cause == Cause().plus(failed=["n1[1]"], left=["n3[1]"], joined=["n4[1]"])
 
-    def test_who_stays_a_spare_has_not_joined(self) -> None:
+    def test_a_node_that_stays_a_spare_has_not_joined(self) -> None:
         """When the last round ended, nobody knew who of those that wait would be let in."""
         named = Cause().plus(lost=["n3[1]"], joined=["n4[1]", "n5[1]"])
         now = replace(self.NOW, previous=("n1", "n2"), cause=named)
@@ -363,7 +363,7 @@ class TestLeadership:
         here = view(running("n1", now), now, joining=False, cannot_list=True)
         assert decide(here) == Abdicate(replace(now, leader=None))
 
-    def test_who_could_not_lead_takes_the_lead_last(self) -> None:
+    def test_a_node_that_could_not_lead_takes_the_lead_last(self) -> None:
         now = document(Phase.RUNNING, leader=None)
         here = view(running("n1", now), now, joining=False, abdicated=True)
         assert decide(here) == Wait(RULES.lease)
@@ -404,7 +404,7 @@ class TestDone:
     def done(self, name: str) -> dict[str, NodeRecord]:
         return {name: replace(running(name, self.NOW), status=Status.DONE)}
 
-    def test_it_is_not_lost_when_it_ends(self) -> None:
+    def test_a_node_that_is_done_is_not_lost_when_it_ends(self) -> None:
         assert isinstance(self.lead(self.done("n3"), n3=99.0), Wait)
 
     def test_when_all_that_are_left_are_done_the_run_is_closed(self) -> None:
@@ -468,10 +468,10 @@ class TestEviction:
         base = view(everybody["n1"], self.FORMING, everybody, rules=self.RULES, silent={"n2": 1.0})
         return decide(replace(base, round_age=round_age, **more))
 
-    def test_it_is_waited_for(self) -> None:
+    def test_a_node_that_does_not_ask_is_awaited(self) -> None:
         assert self.lead(99.0) == Wait(1.0, True)
 
-    def test_it_is_left_out_and_named(self) -> None:
+    def test_a_node_that_does_not_ask_is_left_out_and_named(self) -> None:
         after = written(self.lead(100.0))
         assert (after.previous, after.evicted) == (("n1", "n3"), ("n2",))
         assert after.cause.evicted.first == ("n2[1]",)
@@ -486,7 +486,7 @@ class TestEviction:
         assert after.cause.lost.first == ("n2[1]",)
         assert not after.evicted
 
-    def test_it_is_no_stray_afterwards(self) -> None:
+    def test_an_evicted_node_is_no_stray_afterwards(self) -> None:
         now = replace(self.FORMING, previous=("n1", "n3"), evicted=("n2",))
         everybody = joining("n1", "n3", round_=3)
         everybody["n2"] = running("n2", document(Phase.RUNNING, round_=3))
@@ -507,23 +507,23 @@ class TestAnotherRun:
         more = {"latest": now, "member": self.MINE, "confirmed": as_named(self.MINE), **more}
         return view(me, now, joining=False, **more)
 
-    def test_it_asks_first_whether_its_own_has_ended(self) -> None:
+    def test_a_node_asks_first_whether_its_own_run_has_ended(self) -> None:
         assert decide(self.look(self.THEIRS)) == AskTombstone(RUN)
         assert nodes_waiting(self.look(self.THEIRS)) == 0
 
-    def test_it_is_not_written_over(self) -> None:
+    def test_another_run_is_not_written_over(self) -> None:
         here = self.look(self.THEIRS, without_tombstone=frozenset({RUN}))
         assert isinstance(decide(here), Wait)
         # Its agent is told to join: there it is a newcomer.
         assert nodes_waiting(here) == 1
 
-    def test_one_that_is_over_is_written_over(self) -> None:
+    def test_another_run_that_is_over_is_written_over(self) -> None:
         over = document(Phase.CLOSED, incarnation="theirs")
         here = replace(self.look(over), latest=self.MINE)
         assert decide(here) == AskTombstone(RUN)
         assert written(decide(replace(here, without_tombstone=frozenset({RUN})))) == self.MINE
 
-    def test_one_that_took_its_place_and_is_over_is_told_to_its_agent(self) -> None:
+    def test_an_agent_is_told_of_a_run_that_replaced_its_own_and_is_over(self) -> None:
         over = replace(self.THEIRS, phase=Phase.CLOSED, outcome=Outcome.FAILED)
         here = self.look(over)
         assert decide(here) == AskTombstone(RUN)
@@ -532,7 +532,7 @@ class TestAnotherRun:
         assert decide(asked) == Wait()
         assert nodes_waiting(asked) == 1
 
-    def test_who_was_in_a_run_that_ended_is_in_no_other(self) -> None:
+    def test_a_node_of_a_run_that_ended_is_in_no_other(self) -> None:
         ended = replace(self.MINE, phase=Phase.CLOSED, outcome=Outcome.SUCCEEDED)
         here = replace(self.look(self.THEIRS, without_tombstone=frozenset({RUN})), latest=ended)
         assert decide(here) == Wait()
@@ -591,13 +591,13 @@ class TestClosed:
         ("status", "failure"),
         [(Status.JOIN, Failure.CLOSED), (Status.SPARE, Failure.SPARE_CLOSED)],
     )
-    def test_who_waits_is_told(self, status: Status, failure: Failure) -> None:
+    def test_a_node_that_waits_is_told(self, status: Status, failure: Failure) -> None:
         assert decide(view(record("n9", status), self.CLOSED)) == Fail(failure)
 
-    def test_it_stays_closed_for_who_saw_it(self) -> None:
+    def test_a_run_stays_closed_for_a_node_that_saw_it_closed(self) -> None:
         assert decide(view(record("n1"), None, latest=self.CLOSED)) == Fail(Failure.CLOSED)
 
-    def test_who_runs_is_left_alone(self) -> None:
+    def test_a_node_that_runs_is_left_alone(self) -> None:
         now = replace(self.CLOSED, participants=("n1",))
         assert decide(view(running("n1", now), now, {}, joining=False)) == Wait()
 
@@ -608,16 +608,16 @@ class TestMismatch:
     OTHER = record("n9", max_nodes=4)
     OTHERS = replace(RULES, max_nodes=4)
 
-    def test_it_is_refused_while_the_leader_lives(self) -> None:
+    def test_a_node_with_other_settings_is_refused_while_the_leader_lives(self) -> None:
         here = self.look(watched=watching({}, moved=("n1",)))
         assert decide(here) == Fail(Failure.MISMATCH)
 
-    def test_it_is_refused_while_any_other_participant_lives(self) -> None:
+    def test_a_node_with_other_settings_is_refused_while_any_participant_lives(self) -> None:
         """A healthy run whose leader has just died is not there for the taking."""
         assert decide(self.look(watched=watching({}, moved=("n3",)))) == Fail(Failure.MISMATCH)
         assert decide(self.look(silent={"n1": 9.0, "n2": 9.0, "n3": 1.0})) == Wait(2.5)
 
-    def test_it_needs_the_records_of_all(self) -> None:
+    def test_a_node_with_other_settings_needs_the_records_of_all(self) -> None:
         assert decide(replace(self.look(), records=None)) == ListRecords()
 
     def test_a_dead_run_is_founded_anew(self) -> None:
@@ -626,7 +626,7 @@ class TestMismatch:
         assert (after.incarnation, after.round, after.max_nodes) == ("a-new-run", 0, 4)
         assert (after.participants, after.previous, after.ran) == ((), (), None)
 
-    def test_who_left_is_not_waited_for(self) -> None:
+    def test_a_node_that_left_is_not_awaited(self) -> None:
         left = {name: record(name, Status.LEFT, 4) for name in ("n2", "n3")}
         after = written(decide(self.look(left, silent={"n1": 3.5})))
         assert after.incarnation == "a-new-run"
@@ -663,7 +663,7 @@ class TestSpares:
         assert not self.waits(document(Phase.FORMING))
         assert not self.waits(document(Phase.CLOSED))
 
-    def test_who_is_no_spare_does_not(self) -> None:
+    def test_a_node_that_is_no_spare_does_not_wait(self) -> None:
         assert not self.waits(status=Status.JOIN)
 
 
@@ -699,7 +699,7 @@ class TestNodesWaiting:
     def test_a_run_that_failed_stops_all(self) -> None:
         assert self.waiting(document(Phase.CLOSED, round_=5, outcome=Outcome.FAILED)) == 1
 
-    def test_who_joins_already_is_not_asked_to(self) -> None:
+    def test_a_node_that_joins_already_is_not_asked_to_join(self) -> None:
         assert self.waiting(document(Phase.FORMING, round_=5), joining=True) == 0
 
 

@@ -39,11 +39,11 @@ def lead(now: RoundDocument, others: dict[str, NodeRecord], **more: Any) -> Acti
 
 
 class TestWhoIsBlamed:
-    def test_who_was_lost(self) -> None:
+    def test_a_lost_node_is_blamed(self) -> None:
         cause = Cause(lost=Names(("n3[1]", "n3[2]", "n4[1]")), failed=Names(("n1[1]",)))
         assert blamed(cause, ON) == ["n3", "n4"]
 
-    def test_else_whose_workers_failed_if_it_is_one(self) -> None:
+    def test_a_host_is_blamed_where_only_its_workers_failed(self) -> None:
         assert blamed(Cause(failed=Names(("n3[1]", "n3[2]"))), ON) == ["n3"]
         assert blamed(Cause(failed=Names(("n3[1]", "n4[1]"))), ON) == []
 
@@ -60,7 +60,7 @@ class TestWhoIsBlamed:
         assert blamed(Cause(left=names, joined=names, drained=names), ON) == []
         assert blamed(Cause(lost=Names(("0123456789abcdef",))), ON) == []
 
-    def test_who_failed_and_left_and_not_whose_workers_failed_with_it(self) -> None:
+    def test_a_node_that_failed_and_left_is_blamed_and_not_those_that_failed_with_it(self) -> None:
         failed = Names(("n1[1]", "n2[1]", "n3[1]"))
         cause = Cause(left=Names(("n3[1]", "n4[1]")), failed=failed)
         assert blamed(cause, ON) == ["n3"]
@@ -107,7 +107,7 @@ class TestQuarantine:
             (held,) = written(lead(again, joining("n1", "n2", "n3", round_=4))).quarantined
             assert held.until == NOW + seconds
 
-    def test_one_whose_workers_failed_is_named_in_the_cause(self) -> None:
+    def test_a_node_whose_workers_failed_is_named_in_the_cause(self) -> None:
         cause = Cause(failed=Names(("n3[1]",)))
         forming = replace(FORMING, cause=cause, previous=("n1", "n2", "n3"))
         everybody = joining("n1", "n2", "n3", round_=4)
@@ -156,7 +156,7 @@ class TestWithoutIt:
         alone = replace(self.ALONE, min_nodes=3)
         assert lead(alone, fits, rules=more) == Wait(60.0)
 
-    def test_nor_is_one_whom_people_keep_out(self) -> None:
+    def test_a_host_that_people_keep_out_is_not_let_in(self) -> None:
         now = replace(self.ALONE, excluded=(Exclusion("n2"),))
         after = written(lead(now, joining("n1", "n2", "n3", round_=4)))
         assert [it.host for it in after.quarantined] == ["n2"]

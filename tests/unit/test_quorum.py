@@ -40,7 +40,7 @@ def members(endpoint: str = THREE, **options: Any) -> Members:
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_so_many_members_there_may_be(count: int) -> None:
+def test_an_endpoint_names_one_three_or_five_members(count: int) -> None:
     endpoint = ",".join(f"node{number}" for number in range(count))
     if count in SIZES:
         assert len(members(endpoint).hosts) == count
@@ -293,7 +293,7 @@ def received(wire: Wire) -> list[bytes]:
     return [*wire.receive()]
 
 
-def test_who_passes_a_greeting_on_can_say_nothing() -> None:
+def test_a_stranger_that_passes_a_greeting_on_can_say_nothing() -> None:
     """A stranger on a member's port, between a client and the member."""
     pairs = []
     for _ in range(2):

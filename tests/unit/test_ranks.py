@@ -102,7 +102,7 @@ class TestTopology:
         order = order_ranks(["a1", "a3", "b0", "b1", "b2"], records, (), "topology", places)
         assert order == ("a1", "a3", "b1", "b2", "b0")
 
-    def test_of_several_the_first_names_get_the_first_places(self) -> None:
+    def test_the_first_names_of_several_nodes_get_the_first_places(self) -> None:
         records = placed(a5="r1", a2="r1", a3="r1", a7="r1", a8="r1", a1="r1", a9="r1")
         places = {"a5": 0, "a2": 1, "a3": 2, "a1": 3}
         order = order_ranks(["a2", "a3", "a8", "a7", "a9"], records, (), "topology", places)

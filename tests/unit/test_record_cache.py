@@ -43,6 +43,6 @@ def test_what_was_read_by_itself_is_not_taken_back_by_a_listing() -> None:
     cache.read("n1", Entry(done.encode(), "v10"))
     late = Entry(record("n1", Status.RUN, beat=8).encode(), "v11")
     assert cache.decode({"nodes/n1": late})["n1"] == done
-    # Nor does an older look take back a later listing.
+    # An older look does not take back a later listing either.
     cache.read("n1", Entry(record("n1", Status.RUN, beat=8).encode(), "v8"))
     assert cache.decode({"nodes/n1": late})["n1"] == done

@@ -70,7 +70,7 @@ def test_redact(endpoint: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "part", ["?password", "&token", "a:", "//", "x=", "@", "a@b:", "'", "% ", "a=", "[:"]
 )
-def test_it_is_as_quick_for_a_long_text(part: str) -> None:
+def test_redaction_is_as_quick_for_a_long_text(part: str) -> None:
     """In the square of the length, a text of 4,000 characters took 10 s."""
     redact(part * 100_000)
 
@@ -162,7 +162,7 @@ def test_no_stores_error_and_no_log_shows_it(
 
 @pytest.mark.parametrize("part", ["u:hunter2@127.0.0.1:9", "127.0.0.1:9/?sig=hunter2"])
 @pytest.mark.parametrize("backend", ["s3", "azure", "dynamodb"])
-def test_nor_the_url_of_a_cloud(
+def test_no_error_and_no_log_shows_the_secret_of_a_clouds_url(
     backend: str,
     part: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -71,7 +71,9 @@ def test_a_bomb_takes_no_more_memory_than_the_largest_state(
     assert peak < 4 * (64 << 20)
 
 
-def test_it_leaves_the_round_document_alone(backend: KeyValueBackend, client: MemoryClient) -> None:
+def test_the_backend_leaves_the_round_document_alone(
+    backend: KeyValueBackend, client: MemoryClient
+) -> None:
     document = client.put("state", b"{}")
     backend.set_state(b"x")
     entry = client.get("state")

@@ -64,13 +64,13 @@ def entries(beat: int) -> dict[str, Entry]:
 
 
 class TestBeats:
-    def test_of_earlier_ones_none_is_believed_however_many_rise(self) -> None:
+    def test_no_earlier_beat_is_believed_however_many_rise(self) -> None:
         cache = RecordCache()
         found = [cache.decode(entries(beat))["n1"].beat for beat in (100, *range(50, 60))]
         assert set(found) == {100}
         assert cache.decode(entries(101))["n1"].beat == 101
 
-    def test_nor_after_the_record_was_deleted(self) -> None:
+    def test_no_earlier_beat_is_believed_after_the_record_was_deleted(self) -> None:
         cache = RecordCache()
         cache.decode(entries(100))
         for _ in range(3):
@@ -81,7 +81,7 @@ class TestBeats:
         assert cache.decode(entries(100))["n1"].beat == 100
         assert cache.decode(entries(101))["n1"].beat == 101
 
-    def test_who_has_seen_none_believes_each_once(self) -> None:
+    def test_a_reader_that_has_seen_no_beat_believes_each_once(self) -> None:
         cache = RecordCache()
         assert [cache.decode(entries(beat))["n1"].beat for beat in (50, 51, 50)] == [50, 51, 51]
 
@@ -123,7 +123,7 @@ class TestDocuments:
         go(*sealed, looks=5)
         assert not stored(sealed[0]).is_before(now)
         told = [line for life in sealed for line in life.told if EARLIER in line]
-        # Who reads it before it is written over says so, once.
+        # A node that reads it before it is written over says so, once.
         assert 1 <= len(told) <= 2
 
     def test_one_of_the_same_phase_takes_no_order_back(self, sealed: tuple[Life, Life]) -> None:

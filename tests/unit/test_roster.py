@@ -193,7 +193,7 @@ def test_a_roster_that_nobody_knows_ends_after_a_lease(time: Time) -> None:
     assert str(after.cause) == "lost 1 node: lease ran out"
 
 
-def test_who_is_back_is_not_counted_in_a_lost_roster() -> None:
+def test_a_node_that_is_back_is_not_counted_in_a_lost_roster() -> None:
     """n3 was lost before this round formed: n1 and one that nobody knows are in its roster."""
     forming = named(("n1", "n2"), Phase.FORMING)
     small, _ = apart(replace(forming, round=5, cause=Cause().plus(lost=["n3[1]"])), 1)
@@ -228,7 +228,7 @@ def test_shards_of_earlier_rounds_are_deleted(time: Time) -> None:
         (Phase.RUNNING, "running round 4, 3 of 2..3 nodes"),
     ],
 )
-def test_who_looks_at_a_lost_roster_sees_the_ranks_of_those_that_are_known(
+def test_an_inspection_of_a_lost_roster_shows_the_ranks_of_the_known_nodes(
     phase: Phase, sentence: str
 ) -> None:
     """The round is as large as it was, and nobody moves up a rank."""
@@ -283,7 +283,7 @@ def test_a_large_run_is_closed_without_its_names_in_a_store_that_forgot(time: Ti
 
 
 @pytest.mark.parametrize("phase", [Phase.CONFIRMING, Phase.RUNNING])
-def test_who_has_confirmed_its_rank_needs_no_shard_to_know_it(phase: Phase) -> None:
+def test_a_node_that_has_confirmed_its_rank_needs_no_shard_to_know_it(phase: Phase) -> None:
     """The store lost it, and shows the document: asking for another round would end this one."""
     whole = document(phase)
     small, _ = apart(whole, 1)
@@ -294,6 +294,6 @@ def test_who_has_confirmed_its_rank_needs_no_shard_to_know_it(phase: Phase) -> N
         seen = replace(small, roster=shards)
         action = decide(view(me, seen, confirmed=confirmed))
         assert isinstance(action, Wait if phase is Phase.CONFIRMING else Start)
-    # Who has not is told to ask.
+    # A node that has not confirmed is told to ask.
     other = replace(me, world_id="4-another")
     assert isinstance(decide(view(other, small, confirmed=None)), SetRecord)

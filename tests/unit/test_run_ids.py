@@ -153,7 +153,7 @@ def test_check_refuses_an_empty_id_and_needs_none() -> None:
 
 
 @pytest.mark.parametrize("run_id", ["job1/x", "a/b/c", "x" * 247, "x" * 300, "ü" * 124])
-def test_it_knows_which_ids_torch_makes_no_folder_for(run_id: str, tmp_path: Path) -> None:
+def test_check_knows_which_ids_torch_makes_no_folder_for(run_id: str, tmp_path: Path) -> None:
     assert why_no_log_folder(run_id)
     with pytest.raises(OSError, match=r"File name too long|No such file"):
         DefaultLogsSpecs(log_dir=str(tmp_path))._make_log_dir(str(tmp_path), run_id)
@@ -162,7 +162,7 @@ def test_it_knows_which_ids_torch_makes_no_folder_for(run_id: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("run_id", ["job1", ".", "..", "x" * 246, "ü" * 123, "a b*?\\"])
-def test_it_makes_one_for_the_others(run_id: str, tmp_path: Path) -> None:
+def test_torch_makes_a_folder_for_the_other_ids(run_id: str, tmp_path: Path) -> None:
     assert why_no_log_folder(run_id) is None
     made = DefaultLogsSpecs(log_dir=str(tmp_path))._make_log_dir(str(tmp_path), run_id)
     assert Path(made).is_dir()

@@ -103,7 +103,7 @@ def test_a_value_counts_at_its_own_key_and_run_only(key: str, other: str, value:
     assert stored is not None
     places = [("a", "b/c", other), ("a", "b", key), ("x", "b/c", key), ("a/b", "c", key)]
     for prefix, run_id, moved in places:
-        # Of one namespace: a memory's "a/b" and "c" are "a" and "b/c".
+        # One namespace has two names: a memory's "a/b" and "c" are "a" and "b/c".
         raw(server, run_id, prefix).put(moved, stored.value)
         found = sealed_client(server, run_id, prefix=prefix).get(moved)
         same = (prefix, run_id, moved) == ("a", "b/c", key)
@@ -180,7 +180,7 @@ class Counting(MemoryClient):
         return super().wait(key, version, timeout)
 
 
-def test_who_waits_does_not_spin_while_a_stranger_writes_in_a_loop() -> None:
+def test_a_waiting_client_does_not_spin_while_a_stranger_writes_in_a_loop() -> None:
     server, over = MemoryServer(), threading.Event()
     counting = Counting(server, "rdzv/run")
     client = SealedClient(counting, "rdzv", "run", lambda: (SECRET,))
@@ -206,7 +206,7 @@ def test_who_waits_does_not_spin_while_a_stranger_writes_in_a_loop() -> None:
         over.set()
         for thread in threads:
             thread.join()
-    # Nor is a change lost that comes meanwhile, or later.
+    # A change that comes meanwhile, or later, is not lost.
     client.put("a", b"2")
     found = client.wait("a", version, 30)
     assert found is not None
@@ -218,7 +218,7 @@ def test_a_wait_over_which_a_stranger_writes_can_be_ended(end: str) -> None:
     server = MemoryServer()
     client = sealed_client(server)
     version = client.put("a", b"1")
-    for number in range(8):  # So that it rests for long between two looks.
+    for number in range(8):  # Then it rests for long between two looks.
         raw(server).put("a", b"not ours %d" % number)
         client.wait("a", version, 0)
     answers: list[Entry | None] = []
@@ -321,7 +321,7 @@ def test_the_nodes_of_a_run_write_it_again_at_once() -> None:
         raw(server).put("state", b"{}")
         _, written = client.compare_and_set("state", b"2", None)
         assert written
-    # Of two that begin at once, with two secrets, the second does not take it from the first.
+    # Two begin at once, with two secrets: the second does not take it from the first.
     raw(server).delete("state")
     one, two = sealed_client(server, "run", "one"), sealed_client(server, "run", "two")
     one.compare_and_set("state", b"1", None)

@@ -56,7 +56,7 @@ def test_a_signal_that_ends_no_wait_is_noticed_all_the_same(seconds: float | Non
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.7])
-def test_it_waits_as_long_as_it_is_told(seconds: float) -> None:
+def test_the_main_thread_waits_as_long_as_it_is_told(seconds: float) -> None:
     queue: SimpleQueue[str] = SimpleQueue()
     began = time.monotonic()
     with pytest.raises(Empty):

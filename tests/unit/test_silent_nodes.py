@@ -1,4 +1,4 @@
-"""Who is waited for, and for how long: several nodes on virtual time, one of them half-dead."""
+"""Which nodes are awaited, and how long: several nodes on virtual time, one of them half-dead."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TestGreyLeader:
         crowd.play_until(lambda: len(slow.given) > 1, 40.0)
         assert "n2[1]" in crowd.document.cause.lost
 
-    def test_who_cannot_lead_leaves_it_to_anybody_else(self) -> None:
+    def test_a_leader_that_cannot_read_leaves_the_lead_to_any_other_node(self) -> None:
         crowd = Crowd()
         grey, other = crowd.begin(rules(2, 2), "grey", "n1")
         grey.fails = lists
@@ -127,7 +127,7 @@ class TestGreyLeader:
 @pytest.mark.rule("leases")
 class TestOwnLeases:
     @pytest.mark.parametrize("leads", ["often", "seldom"])
-    def test_one_that_beats_less_often_is_not_lost_for_it(self, leads: str) -> None:
+    def test_a_node_that_beats_less_often_is_not_lost_for_it(self, leads: str) -> None:
         crowd = Crowd()
         each = {
             "often": rules(2, 2, lease=6.0, interval=2.0),
@@ -265,7 +265,7 @@ def test_a_stray_with_other_nnodes_never_takes_over_from_a_dead_leader(size: int
 @pytest.mark.parametrize("who", ["n1", "n2"])
 @pytest.mark.rule("leave")
 def test_an_announced_leave_does_not_depend_on_the_lease(who: str) -> None:
-    """So keep_alive_max_attempt may be long: partitions are borne, and leaves are not slow."""
+    """keep_alive_max_attempt may be long: partitions are borne, and leaves are not slow."""
     crowd = Crowd()
     patient = rules(2, 3, lease=100 * INTERVAL)
     crowd.begin(patient, "n1", "n2", "n3")
@@ -279,7 +279,7 @@ def test_an_announced_leave_does_not_depend_on_the_lease(who: str) -> None:
 
 @pytest.mark.parametrize("late", ["n1", "n3"])
 @pytest.mark.rule("outage")
-def test_who_is_connected_again_later_than_others_costs_no_restart(late: str) -> None:
+def test_a_node_connected_again_later_than_others_costs_no_restart(late: str) -> None:
     crowd = Crowd()
     members = crowd.begin(rules(2, 3), "n1", "n2", "n3")
     for member in members:

@@ -103,7 +103,7 @@ def test_a_heartbeat_that_is_missing(silent: int, lost: int, state: str) -> None
 
     for its in (ASKS, RUNS, replace(ASKS, status=Status.LEFT, unfit="disk: full")):
         assert found(RUNNING, its) == state
-    # Of these none is due.
+    # No heartbeat of these is due.
     assert found(RUNNING, replace(RUNS, status=Status.LEFT)) == "left"
     assert found(RUNNING, replace(RUNS, status=Status.DONE)) == "done"
     assert found(replace(CLOSED, outcome=Outcome.SUCCEEDED), RUNS) == "running"
@@ -354,7 +354,7 @@ def test_a_node_writes_when_it_beats_and_a_leader_since_when_a_phase_is(clock: T
     assert of(joiner).at == 1007
     joiner.wake()
     assert of(joiner).at == int(clock.now) > 1007
-    # Who writes the same round back has not begun it.
+    # A leader that writes the same round back has not begun it.
     since = stored(leader).since
     leader.go()
     joiner.client.delete(STATE_KEY)

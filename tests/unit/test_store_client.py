@@ -276,7 +276,9 @@ def test_errors_whose_causes_form_a_ring_are_looked_at_once() -> None:
 
 
 @pytest.mark.parametrize(("before", "told"), [("a standby", "a standby"), (None, "no time")])
-def test_who_ran_out_of_time_is_told_what_was_wrong_before(before: str | None, told: str) -> None:
+def test_a_client_that_ran_out_of_time_is_told_what_was_wrong_before(
+    before: str | None, told: str
+) -> None:
     attempts = [] if before is None else [OSError(before)]
 
     def request() -> None:

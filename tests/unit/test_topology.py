@@ -29,7 +29,7 @@ class TestGiven:
         assert find_domain("rack7", {"SLURM_TOPOLOGY_ADDR": "leaf.node"}) == "rack7"
 
     def test_an_empty_level_does_not_count(self) -> None:
-        """Of a label that a node of the cluster does not have."""
+        """It stands for a label that a node of the cluster does not have."""
         assert find_domain("/leaf3//rack7/", NOTHING) == "leaf3/rack7"
 
     @pytest.mark.parametrize("domain", ["", "//", "r" * 201])
@@ -224,7 +224,7 @@ class TestRanksOfFourDomains:
         after = self.ranks(crowd, 1)
         assert after == {(new if node == victim else node): rank for node, rank in before.items()}
 
-    def test_one_that_comes_later_is_the_last_of_its_rack(self) -> None:
+    def test_a_node_that_comes_later_is_the_last_of_its_rack(self) -> None:
         crowd, members = self.begin()
         self.ranks(crowd, 0)
         members["n5"].crash()

@@ -78,7 +78,9 @@ class TestAtARestart:
         assert len(c.given) == 1
 
     @pytest.mark.parametrize("leader", ["a", "b"])
-    def test_whether_it_leads_or_not(self, crowd: Crowd, leader: str) -> None:
+    def test_the_others_go_on_soon_whether_an_unfit_node_leads_or_not(
+        self, crowd: Crowd, leader: str
+    ) -> None:
         members = crowd.begin(RULES_OF_3, "a", "b", "c")
         unfit = crowd.members[leader]
         others = [member for member in members if member is not unfit]
@@ -87,7 +89,7 @@ class TestAtARestart:
         assert took < 1.5
         assert crowd.document.leader in {it.node.id for it in others}
 
-    def test_who_was_waited_for_is_not_waited_for_any_longer(self, crowd: Crowd) -> None:
+    def test_a_node_that_turns_unfit_is_no_longer_awaited(self, crowd: Crowd) -> None:
         """The others ask for the round first; then its check fails."""
         a, b, c = crowd.begin(RULES_OF_3, "a", "b", "c")
         a.ask()
@@ -268,7 +270,7 @@ class TestWhenItIsDrained:
 
 
 class TestWhenTheRunEnds:
-    def test_who_was_in_it_ends_as_a_spare_does(self, crowd: Crowd) -> None:
+    def test_an_unfit_node_of_the_run_ends_as_a_spare_does(self, crowd: Crowd) -> None:
         a, _, c = crowd.begin(RULES_OF_3, "a", "b", "c")
         turn_unfit(c)
         crowd.play(3.0)
@@ -313,7 +315,9 @@ class TestWhenTheRunEnds:
         crowd.play_until(lambda: len(a.given) == 2 == len(b.given), 10.0)
         assert crowd.document.reason == f"c[1] left ({ECC})"
 
-    def test_who_gives_up_a_join_in_an_outage_and_turns_unfit_says_why(self, crowd: Crowd) -> None:
+    def test_a_node_that_gives_up_a_join_in_an_outage_and_turns_unfit_says_why(
+        self, crowd: Crowd
+    ) -> None:
         crowd.begin(RULES_OF_3, "a", "b")
         c = arrives_unfit(crowd, "c", RULES_OF_3)
         crowd.play(3.0)
@@ -328,7 +332,7 @@ class TestWhenTheRunEnds:
         assert said is not None
         assert (said.status, said.unfit) == (Status.LEFT, "disk: /tmp is full")
 
-    def test_who_gives_up_a_join_at_once_is_fit_all_the_same(self, crowd: Crowd) -> None:
+    def test_a_node_that_gives_up_a_join_at_once_is_fit_all_the_same(self, crowd: Crowd) -> None:
         crowd.begin(RULES_OF_3, "a", "b")
         c = arrives_unfit(crowd, "c", RULES_OF_3)
         crowd.play(3.0)

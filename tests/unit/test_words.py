@@ -41,7 +41,7 @@ class TestOneWhoSeesAllRecords:
         text = str(diagnose(FIRST, joining("n1", "n2", "n3")))
         assert text == "3 of 2..3 nodes are here: their round begins"
 
-    def test_who_has_other_settings_is_not_here(self) -> None:
+    def test_a_node_with_other_settings_is_not_here(self) -> None:
         records = {**joining("n1"), **exactly(joining("n2"))}
         assert str(diagnose(FIRST, records)) == "waiting for 1 node: 1 of 2..3 is here"
 
@@ -63,7 +63,7 @@ class TestOneWhoSeesAllRecords:
         records = {**joining("n1", "n3", round_=4), **joining("n2", round_=3)}
         assert "n2[1] of the last round has not come back" in str(diagnose(LATER, records))
 
-    def test_who_is_lost_or_left(self) -> None:
+    def test_a_node_that_is_lost_or_left_is_missing(self) -> None:
         cause = Cause(lost=Names(("n3[1]",)))
         forming = replace(EXACT, previous=("n1", "n2"), cause=cause)
         records = exactly({**joining("n1", "n2", round_=4), "n4": record("n4", Status.LEFT)})
@@ -71,7 +71,7 @@ class TestOneWhoSeesAllRecords:
             "waiting for 1 node: 2 of 3 are here; missing: lost n3[1], left n4[1]"
         )
 
-    def test_who_falls_silent_while_the_round_forms_is_missing(self) -> None:
+    def test_a_node_that_falls_silent_while_the_round_forms_is_missing(self) -> None:
         text = str(diagnose(FIRST, joining("n1", "n2"), lambda node: node == "n2"))
         assert text == "waiting for 1 node: 1 of 2..3 is here; missing: lost n2[1]"
 
@@ -106,7 +106,7 @@ class TestOneWhoSeesAllRecords:
         days_later = str(diagnose(forming, joining("n1", "n2", round_=4), now=began + 1e6))
         assert days_later.endswith("; forming since 2026-09-21 14:13:20 UTC")
 
-    def test_who_is_silent_is_not_lost_yet(self) -> None:
+    def test_a_silent_node_is_not_lost_yet(self) -> None:
         text = str(
             diagnose(FIRST, joining("n1", "n2"), {"n2"}.__contains__, is_lost=lambda _: False)
         )
@@ -193,7 +193,7 @@ class TestUnitsAndSegments:
         }
         return str(diagnose(now, records))
 
-    def test_who_is_let_in(self) -> None:
+    def test_the_sentence_says_how_many_nodes_are_let_in(self) -> None:
         forming = Phase.FORMING
         text = "enough nodes (7 of 4..16): node_unit=4 lets 4 of them in"
         assert self.of("node_unit=4", forming, "aaaaaaa") == text
@@ -211,7 +211,7 @@ class TestUnitsAndSegments:
         assert self.of("segment=2", forming, "abcc") == text
         assert self.of("node_unit=4", forming, "aaa") == "waiting for 1 node: 3 of 4..16 are here"
 
-    def test_who_waits_for_a_running_round(self) -> None:
+    def test_the_sentence_says_how_many_nodes_wait_while_a_round_runs(self) -> None:
         text = "running round 3, 8 of 4..16 nodes, 2 waiting for node_unit=4"
         assert self.of("node_unit=4", Phase.RUNNING, "aa", "aaaaaaaa") == text
         text = "running round 3, 4 of 4..16 nodes, 2 waiting for segment=2"
@@ -289,7 +289,7 @@ class TestAnotherNode:
         text = str(of_node(view(running("n2", CONFIRMING), CONFIRMING), 60.0))
         assert text == "confirming round 4, 3 of 2..3 nodes; 60 s to join_timeout"
 
-    def test_who_checks_its_network_says_so(self) -> None:
+    def test_a_node_that_checks_its_network_says_so(self) -> None:
         here = replace(view(running("n2", CONFIRMING), CONFIRMING), checks=True)
         text = "confirming round 4, 3 of 2..3 nodes; this node checks its network"
         assert str(of_node(here, 60.0)) == f"{text}; 60 s to join_timeout"
@@ -339,12 +339,12 @@ class TestPace:
         assert not pace.tells("two of two", 102.0)
         assert pace.tells("two of two", 103.0)
 
-    def test_it_is_told_again_after_30_seconds_and_when_it_changes(self) -> None:
+    def test_a_sentence_is_told_again_after_30_seconds_and_when_it_changes(self) -> None:
         pace = Pace(0.0)
         told = [now for now in range(100) if pace.tells("the same", float(now))]
         assert told == [1, 31, 61, 91]
         assert [now for now in range(100, 105) if pace.tells("another", float(now))] == [101]
 
-    def test_one_that_changes_all_the_time_is_told_every_30_seconds(self) -> None:
+    def test_a_sentence_that_changes_all_the_time_is_told_every_30_seconds(self) -> None:
         pace = Pace(0.0)
         assert [now for now in range(100) if pace.tells(str(now), float(now))] == [30, 60, 90]

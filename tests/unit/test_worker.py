@@ -56,7 +56,7 @@ class TestVariable:
     def test_a_worker_of_another_run_does_not_take_it_for_its_own(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of another backend's agent, which a worker of this one started."""
+        """The other run has another backend's agent, which a worker of this one started."""
         hand_down(NOW)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
         assert current() is None
@@ -163,7 +163,7 @@ class TestFence:
         with pytest.raises(FencedError, match="token 2"), rdzv_plugins.fence(tmp_path / "fence"):
             pass
 
-    def test_who_holds_it_does_not_wait_for_itself(self, tmp_path: Path) -> None:
+    def test_a_process_that_holds_the_fence_does_not_wait_for_itself(self, tmp_path: Path) -> None:
         code = (
             "import os, sys, rdzv_plugins\n"
             "with rdzv_plugins.fence('fence'), rdzv_plugins.fence('./fence'):\n"
