@@ -252,7 +252,7 @@ class Bench:
             self._keep("swarm at rest", name, size, rests)
 
     def first_step(self) -> None:
-        """Of each in turn, so that what else the machine does meets all alike."""
+        """Measure the subjects in turn, so that what else the machine does meets all alike."""
         for size in self.plan.first_step:
             samples: dict[str, list[Sample | None]] = defaultdict(list)
             for _ in range(self.plan.repeats):
@@ -400,7 +400,7 @@ def main(
     scenarios: Annotated[str, typer.Option(help="comma-separated names")] = ",".join(SCENARIOS),
     nodes: Annotated[str, typer.Option(help="form rounds of these numbers of nodes only")] = "",
     repeats: Annotated[int, typer.Option(help="samples of each figure; 0: the plan's")] = 0,
-    kills: Annotated[int, typer.Option(help="of each restart; 0: the plan's")] = 0,
+    kills: Annotated[int, typer.Option(help="kills for each restart; 0: the plan's")] = 0,
     busy: Annotated[
         int, typer.Option(help="processes that compute beside half of the restarts; 0: none")
     ] = Plan.busy,

@@ -47,7 +47,7 @@ LIFE = ("grow", "leave", "lose one", "lose the leader", "lose a third")
 """What `life` measures, in this order."""
 
 KILLED = {"one": 1, "two at once": 2, "the leader": 0}
-"""Whom `killed` kills, in this order, and how many of those that do not lead."""
+"""What `killed` kills, in this order, and how many of the nodes that do not lead."""
 
 _SERVERS = {"etcd-v3": "etcd", "etcd-v2": "etcd"}
 _BACKENDS = {"valkey": "redis"}

@@ -47,7 +47,7 @@ __all__ = [
 
 STORES = ("redis", "quorum", "dynamodb")
 ON_HOSTS = ("redis", "quorum")
-"""Of these, where a silent host is measured too."""
+"""The stores on which a silent host is measured too."""
 WARM = (*RDZV_RUN, "--warm")
 TOTAL = "kill to step"
 PHASES = ("noticed", "stopped", "last call", "formed", "started", "first step")

@@ -179,7 +179,7 @@ def _line(file: str, key: str) -> str:
 
 
 def _commit() -> str:
-    """Of this folder; with a plus if files of it have changed since."""
+    """The commit of this folder; with a plus if files of it have changed since."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:

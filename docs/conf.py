@@ -22,7 +22,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 
-# Of an example with prompts, the commands alone are copied.
+# The button copies only the commands of an example with prompts.
 copybutton_prompt_text = "$ "
 copybutton_line_continuation_character = "\\"
 

@@ -38,7 +38,7 @@ def demo(
         ),
     ] = "",
     backend: Annotated[
-        str, typer.Option("--rdzv-backend", "-b", help="of that endpoint, as for torchrun")
+        str, typer.Option("--rdzv-backend", "-b", help="backend of that endpoint, as for torchrun")
     ] = DEFAULT_BACKEND,
 ) -> None:
     """Train with three agents on this host, kill one, and see the training continue."""

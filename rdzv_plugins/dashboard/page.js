@@ -221,7 +221,7 @@ function showWorld(nodes) {
       mark(element, "data-state", state);
       say(element, `${count} ${state}`);
     });
-  // Of a few, each has a card; of many, those that need a look come first.
+  // Each of a few nodes has a card; among many, those that need a look come first.
   const worst = (node) => STATES.indexOf(node.state);
   const odd = size === "large" ? [] : nodes.filter((node) => node.odd).sort((a, b) => worst(b) - worst(a));
   showGrid($("odd"), odd.slice(0, ODD_SHOWN), "large");

@@ -43,9 +43,9 @@ class PageAccess:
         self._token = settings.current_page_token()
         if self._token is None and not is_loopback(host):
             raise ValueError(
-                f"who reaches {host or 'this host'} would read the pages without a token: set "
-                "$RDZV_PLUGINS_PAGE_TOKEN, or name a file with page_token_file=..., or listen at "
-                "127.0.0.1"
+                f"anyone who reaches {host or 'this host'} would read the pages without a token: "
+                "set $RDZV_PLUGINS_PAGE_TOKEN, or name a file with page_token_file=..., or listen "
+                "at 127.0.0.1"
             )
         self._names = {"localhost", "127.0.0.1", "[::1]", host}
 

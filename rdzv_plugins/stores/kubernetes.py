@@ -660,7 +660,7 @@ def _log_in(endpoint: str, options: Options, timeout: float) -> _Login:
         raise ValueError("the Kubernetes API takes no user: leave it out, and set a token")
     ways = (options.token, options.token_file, options.password or options.password_file)
     if sum(it is not None for it in ways) > 1:
-        raise ValueError("of token, token_file and password leave all but one out")
+        raise ValueError("several of token, token_file and password are set: leave all but one out")
     by_file = options.context is not None or options.kubeconfig is not None
     if by_file and endpoint.strip():
         raise ValueError("with an endpoint, context and kubeconfig have no effect: leave them out")

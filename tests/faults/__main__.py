@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=8)
     parser.add_argument("--torch", action="store_true", help="workers that use torch's gloo")
     parser.add_argument("--neighbours", type=int, default=0, help="other runs on the server")
-    parser.add_argument("--only", default="", help="of the faults, those whose name has this")
+    parser.add_argument("--only", default="", help="only the faults whose name has this")
     parser.add_argument(
         "--folder", type=Path, help="for logs, journals and report.json; default: one of /tmp"
     )

@@ -74,7 +74,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """Of an agent.
+    """The end of an agent.
 
     Attributes:
         status: as of a process; negative: a signal's number.

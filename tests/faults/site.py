@@ -129,7 +129,7 @@ class Site:
 
     @property
     def addresses(self) -> list[str]:
-        """Of all agents' hosts."""
+        """The addresses of all agents' hosts."""
         return [*self.hosts]
 
     def _answer_queries(self, asked: socket.socket) -> None:
@@ -207,7 +207,7 @@ class Site:
         )
 
     def start_neighbours(self, runs: int) -> subprocess.Popen[str]:
-        """So many other runs, on the program's own host; returns when each has its round."""
+        """Start this many other runs on the program's own host; returns when each has its round."""
         options = {"keep_alive_interval": 5 * INTERVAL, **self._config}
         command = [sys.executable, "-m", "tests.faults.neighbours", self.store]
         command += [self.endpoint.replace(STORE_NAME, HERE), str(runs)]
@@ -261,7 +261,7 @@ class Site:
             self._quit.wait(_RELAUNCH_SECONDS)
 
     def pid(self, address: str) -> int:
-        """Of the agent on this host."""
+        """The pid of the agent on this host."""
         return self._fleet.agents[address].pid
 
     def signal(self, address: str, number: int) -> None:
@@ -335,7 +335,7 @@ class Site:
         return None
 
     def await_that(self, seconds: float) -> None:
-        """So long does a fault, or the calm between two, last."""
+        """Wait for as long as a fault, or the calm between two, lasts."""
         self._quit.wait(seconds)
 
     def kill(self, pid: int) -> None:
@@ -346,7 +346,7 @@ class Site:
     def counts(self) -> dict[str, float]:
         """What there is of threads, descriptors, sockets, processes and keys, all agents together.
 
-        Of an agent's own, the most of any; so that which of them have died says nothing.
+        Each agent's own are counted as the most of any agent, whichever agents have died.
         """
         agents = [self.pid(address) for address in self.addresses]
         threads = [len(os.listdir(f"/proc/{pid}/task")) for pid in agents]
@@ -404,7 +404,7 @@ class Site:
             time.sleep(0.05)
 
     def log(self, address: str) -> Path:
-        """Of all agents that ran on this host."""
+        """The log of all agents that ran on this host."""
         return self.folder / f"{address}.log"
 
 

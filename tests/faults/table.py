@@ -105,7 +105,7 @@ def weather(
     site: Site, targets: tuple[str, ...], *, delay: float = 0.0, loss: float = 0.0,
     largest: int = 0, mute: str = "", deaf: str = "",
 ) -> AbstractContextManager[object]:  # fmt: skip
-    """Of the first target's cable; ``mute`` and ``deaf`` are "all", "store" or "peer"."""
+    """Disturb the first target's cable; ``mute`` and ``deaf`` are "all", "store" or "peer"."""
     who = {
         "": frozenset[str](),
         "all": EVERYBODY,
@@ -277,7 +277,7 @@ def agent(name: str, begin: Strike, names: tuple[str, ...], **more: Any) -> Faul
 
 
 def cut(name: str, seconds: tuple[float, float], strikes: int = 1, **sky: Any) -> Fault:
-    """Of one node's cable; one that is shorter than a lease ends no round."""
+    """A cut of one node's cable; one that is shorter than a lease ends no round."""
     is_long = seconds == LONG
     return Fault(
         name=f"{name}, {'longer' if is_long else 'shorter'} than the lease",
@@ -291,7 +291,7 @@ def cut(name: str, seconds: tuple[float, float], strikes: int = 1, **sky: Any) -
 
 
 def server(name: str, begin: Strike, seconds: tuple[float, float], **more: Any) -> Fault:
-    """Of a server that is alone: no outage ends a round."""
+    """A fault of a server that is alone: no outage ends a round."""
     fields = {"strikes": 0, "restarts": False, "stores": ("redis",), **more}
     return Fault(name=name, begin=begin, seconds=seconds, **fields)
 

@@ -35,7 +35,7 @@ SAMPLES = 24
 START = [1, 2, 3, 4]
 CHECKPOINT_EVERY = 10
 _PACE = 0.2
-# Of a collective, as of gloo or NCCL, which have more.
+# The limit of a collective; those of gloo and NCCL are longer.
 _EXCHANGE_SECONDS = 40.0
 _ALIVE_SECONDS = 0.5
 

@@ -63,7 +63,7 @@ class Weather:
 
 
 def _ends(frame: bytes) -> tuple[str, str]:
-    """Who sends it, and to whom, as addresses; "" where it is not of IPv4."""
+    """Its sender and its receiver, as addresses; "" where it is not of IPv4."""
     kind = frame[12:14]
     if kind == b"\x08\x00":
         return socket.inet_ntoa(frame[26:30]), socket.inet_ntoa(frame[30:34])

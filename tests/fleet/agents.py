@@ -98,7 +98,7 @@ class World:
 
 
 class Process(Protocol):
-    """Of an agent: as `subprocess.Popen`."""
+    """The process of an agent, as `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...

@@ -264,7 +264,7 @@ class TestTheServer:
     def test_without_a_token_no_agent_starts_that_would_tell_anybody(self, site: Site) -> None:
         conf = {"metrics_port": "0", "metrics_host": "0.0.0.0"}
         params = RendezvousParameters("redis", "redis://127.0.0.1:1", "run", 1, 1, **conf)
-        with pytest.raises(ValueError, match=r"^who reaches 0\.0\.0\.0 would read the"):
+        with pytest.raises(ValueError, match=r"^anyone who reaches 0\.0\.0\.0 would read the"):
             create_handler("redis", params)
 
     def test_a_taken_port_is_a_warning_and_the_node_goes_on(

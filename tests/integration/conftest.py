@@ -15,7 +15,7 @@ from tests.integration.jobs import Begin, runs
 from tests.integration.stores import KINDS, LONG, Kind, RunningStore, kind_of, running, started
 from tests.integration.wheels import build
 
-# On which stores `make test` runs the tests of a file. Of other files it runs those of
+# On which stores `make test` runs the tests of a file. In other files it runs the tests of
 # `running_store` on redis, and the others on each store. `make test-all` runs all of them.
 _TWO = ("redis", "etcd-v3")
 _STORES: dict[str, tuple[str, ...]] = {
@@ -35,7 +35,7 @@ _MANY_REQUESTS = ("rdzv_plugins.testing.concurrency", "rdzv_plugins.testing.kill
 # Agents go through them once, on redis.
 _SCENARIOS = (
     "test_secret_that_is_away_costs_attempts",
-    "test_nobody_waits_for_who_may_write_and_not_read",
+    "test_nobody_waits_for_a_node_that_may_write_and_not_read",
 )
 _RESTARTS = (
     "test_server_restart_with_its_data",

@@ -51,7 +51,7 @@ def prefixes_of(run_id: str) -> list[str]:
 
 
 class Administrator(ABC):
-    """Of a store that lets in "joe" alone.
+    """The administrator of a store that lets in "joe" alone.
 
     Attributes:
         store: reached by joe, with the secret in `file`.
@@ -153,7 +153,7 @@ class _Redis(Administrator):
 
 
 class _WithUsersInAFile(Administrator):
-    """Of a server whose users stand in a file, joe among them from its start."""
+    """For a server whose users stand in a file, joe among them from its start."""
 
     @classmethod
     def security(cls) -> Security:

@@ -60,7 +60,7 @@ __all__ = [
 INTERVAL, ATTEMPTS = 0.5, 4
 PATIENCE = 60.0
 
-# Of the store, at any address.
+# The port of the store, at any address.
 PORT = 6000
 
 PROGRAM = 254
@@ -119,7 +119,7 @@ class Host:
         def make() -> None:
             libc = ctypes.CDLL(None, use_errno=True)
             number = os.open(f"/proc/{self.process.pid}/ns/net", os.O_RDONLY)
-            # Of this thread alone.
+            # It moves this thread alone.
             if libc.setns(number, _CLONE_NEWNET) == 0:
                 made.append(socket.socket())
             os.close(number)

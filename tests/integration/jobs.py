@@ -36,8 +36,9 @@ INTERVAL = 1.0
 ATTEMPTS = 3
 LEASE = INTERVAL * ATTEMPTS
 
-# Of a survivor's restart: torch's import alone takes 3 s of CPU on a small machine, and the
-# workers of one test's nodes share its cores. Measured times are reported, not asserted.
+# How long a survivor may take to restart: torch's import alone takes 3 s of CPU on a small
+# machine, and the workers of one test's nodes share its cores. Measured times are reported, not
+# asserted.
 PATIENCE = 45.0
 
 

@@ -109,7 +109,7 @@ def parted(scene: Scene, name: str, how: str, phase: str = "running") -> dict[st
     )
     hosts = scene.network("a", "b", "c", "d", hosts_file=known)
     (host,) = (it for it in hosts if it.name == name)
-    # Of five, a round of four waits for the fifth until the last call ends.
+    # With room for five, a round of four waits for the fifth until the last call ends.
     nodes = "2:5" if phase == "last call" else "2:4"
     job = scene.job("quorum", "a,b,c", nodes=nodes, keep_alive_interval=1, last_call_timeout=3)
     *three, newcomer = hosts
@@ -457,7 +457,7 @@ def test_hosts_at_ipv6_run_the_store() -> None:
 def test_hosts_whose_own_names_are_at_loopback_run_the_store(endpoint: str, interface: str) -> None:
     seen = play("members", endpoint, interface)
     network = "10.2.0" if interface else "10.1.0"
-    # Of the first agent, which is at a, b or c.
+    # The master is at the first agent, which is at a, b or c.
     assert re.fullmatch(rf"{network}\.[123]:\d+", seen["master"])
     assert seen["statuses"] == [0, 0, 0]
     for name, lines in seen["before"].items():

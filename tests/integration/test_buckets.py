@@ -115,7 +115,7 @@ def test_an_agent_ends_with_the_line(s3: RunningStore) -> None:
 
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
 def test_a_store_that_looks_before_it_writes_is_refused(s3: RunningStore, header: str) -> None:
-    """Of writers one after the other it refuses all but one: it takes two at once to tell."""
+    """It refuses all but one of writers that come in turn: it takes two at once to tell."""
     said = f"ignores {header}, or looks before it writes: 2 of 2 writers at once wrote one object"
     with behind(s3, judges=[header]) as (_, store), pytest.raises(ValueError, match=said):
         Run(store, "looks").handler((1, 2))

@@ -125,7 +125,7 @@ def test_the_installed_command_opens_and_prints_the_pages(installed: Path, tmp_p
     assert "troubleshooting" in run(rdzv, "docs", "--print", folder=tmp_path).splitlines()
 
 
-def test_without_a_browser_it_prints_the_path(installed: Path, tmp_path: Path) -> None:
+def test_without_a_browser_rdzv_docs_prints_the_path(installed: Path, tmp_path: Path) -> None:
     # No program of this name is anywhere, as on a node of a cluster.
     path = run(str(installed / "rdzv"), "docs", "slurm", folder=tmp_path, BROWSER="", PATH="")
     page = Path(path.removesuffix("\n"))
@@ -171,7 +171,7 @@ def opened(installed: Path, page: str) -> str:
     return Path(path).as_uri()
 
 
-# Of each table: how much is out of sight, and how far it scrolls.
+# For each table: how much is out of sight, and how far it scrolls.
 TABLES = """return [...document.querySelectorAll('.table-wrapper')].map(it => {
   it.scrollLeft = 100000;
   const hidden = it.querySelector('table').getBoundingClientRect().right - innerWidth;
@@ -202,7 +202,7 @@ def test_code_is_copied_by_a_button(installed: Path, phone: Chrome) -> None:
     buttons[0].click()
     read = "navigator.clipboard.readText().then(arguments[0])"
     assert phone.execute_async_script(read) == blocks[0].text
-    # Of an example with a prompt, the command without its output.
+    # An example with a prompt is copied as the command without its output.
     phone.get(opened(installed, "check"))
     phone.find_element("css selector", "div.highlight button.copybtn").click()
     copied = phone.execute_async_script(read)

@@ -198,7 +198,7 @@ dist.destroy_process_group()
     indirect=True,
     scope="session",
 )
-def test_a_process_group_forms_over_it(running_store: RunningStore, run_id: str) -> None:
+def test_a_process_group_forms_over_the_store(running_store: RunningStore, run_id: str) -> None:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     where = [running_store.backend, running_store.endpoint, json.dumps(dict(running_store.config))]
     program = [sys.executable, "-c", TRAINER, *where, run_id]

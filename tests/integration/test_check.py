@@ -251,7 +251,7 @@ def test_json_has_the_same_findings(redis: RunningStore) -> None:
     assert values["eviction"] == {"policy": "noeviction", "maxmemory_bytes": 0}
 
 
-def test_as_a_person_runs_it(redis: RunningStore) -> None:
+def test_the_command_ends_with_a_verdict(redis: RunningStore) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "rdzv_plugins.cli", "check"]
     shown = subprocess.run(
         [*command, "-e", redis.endpoint], capture_output=True, text=True, timeout=60, check=False
@@ -367,7 +367,7 @@ def test_tls_against_plain(running_store: RunningStore) -> None:
 
 
 @pytest.mark.parametrize("backend", ["redis", "zookeeper", "consul", "etcd-v3"])
-def test_tls_against_one_who_hangs_up(backend: str) -> None:
+def test_tls_against_a_server_that_hangs_up(backend: str) -> None:
     """Python 3.11.7 and later say that with another error than 3.11.2, one of TLS."""
 
     class HangUp(BaseRequestHandler):
@@ -579,7 +579,7 @@ def test_eviction_and_persistence(redis: RunningStore, admin: Any) -> None:
 
 def test_little_space_and_none(redis: RunningStore, admin: Any) -> None:
     try:
-        # So much that the connections of the check are little.
+        # Enough ballast that the connections of the check are little beside it.
         for _ in range(32):
             admin.rpush("ballast", *[b"x" * (1 << 14)] * 64)
         used = admin.info("memory")["used_memory"]
@@ -911,7 +911,7 @@ def test_quorum_before_the_job(run_id: str) -> None:
     mark, text = told.of("store")
     assert mark == "unknown"
     assert "0 of 3 members answer, which is no majority yet" in text
-    # Of 127.0.0.31 alone.
+    # The warning is about 127.0.0.31 alone.
     assert told.only("warning")[0] == "address"
 
 

@@ -388,7 +388,7 @@ def test_the_list_comes_soon_whatever_the_intervals_are(
 
 
 def test_a_list_opens_no_connection_for_a_run_that_has_ended() -> None:
-    """Of twelve runs ten had cost six connections each."""
+    """Ten of twelve runs had cost six connections each."""
     with started(kind_of("redis")) as store:
         for name in ("one", "two"):
             write_run(store, name, {"n0": record(0, "10.0.0.1")})
@@ -406,7 +406,7 @@ def test_a_list_opens_no_connection_for_a_run_that_has_ended() -> None:
                 note_end(store, f"over {number}")
             assert connections() == (opened, 12)
             assert opened <= 6
-            # Nor does what looks for dead runs, and notes the end of those two.
+            # `clean --dead`, which notes the end of the other two, opens none for these either.
             before = redis.info("stats")["total_connections_received"]
             cleaned = invoke("clean", "--dead", "-e", store.endpoint).stdout.splitlines()
             assert len(cleaned) == 2

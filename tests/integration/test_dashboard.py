@@ -237,7 +237,7 @@ def beating(
         thread.join()
 
 
-def test_of_300_nodes_the_counts_come_first_then_those_that_need_a_look(
+def test_the_counts_of_300_nodes_come_first_then_those_that_need_a_look(
     shared: RunningStore, address: str, chrome: Chrome
 ) -> None:
     nodes = {f"n{i:03}": record(i, f"gpu-{i:03}.cluster") for i in range(300)}
@@ -296,7 +296,7 @@ def test_runs_are_searched_and_filtered(store: RunningStore, chrome: Chrome) -> 
             chrome.find_element("id", "search").send_keys("TRAIN")
             assert sorted(text(chrome, ids).split()) == ["train-0", "train-3", "train-6", "train-9"]
             assert text(chrome, "#count") == "4 of 12"
-            # Of the others no heartbeat comes.
+            # The others send no heartbeat.
             await_that(lambda: "dead 11" in text(chrome, "#filters"), 40, chrome)
             dead = "[data-condition=dead]"
             chrome.find_element("css selector", f"#filters {dead}").click()
@@ -516,7 +516,7 @@ def test_it_answers_beside_more_clients_than_it_has_room_for(address: str) -> No
             assert ask(address, path)[0] == 200
 
 
-def test_where_others_reach_it_it_shows_a_token_and_asks_for_it(
+def test_a_dashboard_that_others_reach_shows_a_token_and_asks_for_it(
     shared: RunningStore, chrome: Chrome
 ) -> None:
     write_run(shared, "guarded", {"a": record(0, "host1")})

@@ -58,7 +58,7 @@ def test_rights_that_end_while_connected(administrator: Administrator, run_id: s
 
 
 @only_on(*GRANTS.keys() - {"consul"})
-def test_who_may_write_and_not_read_finds_nothing_absent(
+def test_a_client_that_may_write_and_not_read_finds_nothing_absent(
     administrator: Administrator, run_id: str
 ) -> None:
     """A node that took a refusal for an absent document would found a run of its own."""
@@ -107,7 +107,7 @@ def test_a_user_of_one_run_runs_it_and_sees_no_other(
 @only_on("redis", "etcd-v3")
 @pytest.mark.parametrize("leads", [True, False], ids=["leads", "follows"])
 @pytest.mark.parametrize("asks", [True, False], ids=["asks for a round", "runs"])
-def test_nobody_waits_for_who_may_write_and_not_read(
+def test_nobody_waits_for_a_node_that_may_write_and_not_read(
     administrator: Administrator, run_id: str, leads: bool, asks: bool
 ) -> None:
     """Its heartbeats said that it lives, and it could never see its rank."""

@@ -10,7 +10,7 @@ from tests.integration.agents import Run, one_world, until
 from tests.integration.stores import RunningStore
 
 
-def test_a_write_is_read_and_wakes_who_waits(running_store: RunningStore, run_id: str) -> None:
+def test_a_write_is_read_and_wakes_a_waiter(running_store: RunningStore, run_id: str) -> None:
     with ExitStack() as stack:
         writer, reader = (
             stack.enter_context(closing(running_store.open(run_id))) for _ in range(2)

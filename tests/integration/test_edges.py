@@ -121,7 +121,7 @@ def test_a_node_that_is_done_lets_nobody_disturb_the_others(
 def test_sigterm_while_nodes_gather(
     submit: Submit, nodes: str, who: str, record_property: Measure
 ) -> None:
-    # So long a lease that waiting for it is no mistake of measurement, and a shorter interval.
+    # A lease so long that waiting for it is no mistake of measurement, and a shorter interval.
     lease = 60
     job = submit(
         nodes=nodes, keep_alive_interval=3, keep_alive_max_attempt=20, last_call_timeout=100

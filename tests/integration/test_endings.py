@@ -1,4 +1,4 @@
-"""Who may end a run, and what a run that ended leaves to the next: real handlers on every store.
+"""Which node may end a run, and what an ended run leaves to the next: real handlers on every store.
 
 `tests/handlers/test_handlers.py` has more of these, on the in-memory store.
 """
@@ -22,7 +22,7 @@ from tests.integration.agents import Run, exchange_roles, one_world, until
 from tests.integration.forked import Forked
 from tests.integration.stores import RunningStore
 
-# Of one node; those that are cut off must not wait for their requests for long.
+# Options of one node: a node that is cut off must not wait for its requests for long.
 CUT_OFF = {"heartbeat_timeout": "1", "close_timeout": "20"}
 
 
@@ -46,7 +46,7 @@ def fail(handler: StoreRendezvousHandler) -> bool:
         return handler.shutdown()
 
 
-def test_who_was_cut_off_and_replaced_does_not_end_the_run(run: Run, proxy: Proxy) -> None:
+def test_a_node_that_was_cut_off_and_replaced_does_not_end_the_run(run: Run, proxy: Proxy) -> None:
     cut = run.handler_through(proxy.address, (2, 3), last_call_timeout="3", **CUT_OFF)
     joins = Background(lambda: exchange_roles(cut, cut.next_rendezvous()))
     others = [run.start((2, 3), last_call_timeout="3") for _ in range(2)]
@@ -63,7 +63,7 @@ def test_who_was_cut_off_and_replaced_does_not_end_the_run(run: Run, proxy: Prox
     until(one_world(run.agents), 60)
 
 
-def test_a_run_that_ended_is_not_run_again_by_who_comes_back(run: Run, proxy: Proxy) -> None:
+def test_a_node_that_comes_back_does_not_run_an_ended_run_again(run: Run, proxy: Proxy) -> None:
     away = run.handler_through(proxy.address, (1, 2), last_call_timeout="3", **CUT_OFF)
     other = run.handler((1, 2), last_call_timeout="3", closed_ttl="1")
     try:

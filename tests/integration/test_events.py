@@ -102,7 +102,7 @@ def test_each_node_takes_the_same_steps_in_the_same_order(
     assert ours == [[attempt, joined, attempt, joined, close]] * 2
 
 
-def test_their_fields_say_the_same(lives: dict[str, tuple[Job, Events]]) -> None:
+def test_the_fields_of_the_events_say_the_same(lives: dict[str, tuple[Job, Events]]) -> None:
     for job, heard in lives.values():
         for name, found in heard.items():
             fields = {

@@ -41,7 +41,7 @@ def folder() -> Iterator[Path]:
 
 
 def seconds_of_cpu(pid: int) -> float:
-    """Of the process, but for c10d's own thread, which spins where it can accept nobody."""
+    """CPU of the process without c10d's own thread, which spins where it can accept nobody."""
     ticks = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         name, _, rest = (task / "stat").read_text().rpartition(")")
@@ -71,7 +71,7 @@ def test_rank_0_that_has_nothing_left_ends_nothing(
             used, took = seconds_of_cpu(first.pid) - before, time.monotonic() - began
         job.await_begun("ab", after=killed)
         log = job.lines("a")
-        assert len(told()) <= 4  # Of each once: a TCPStore, a request, the exclusions.
+        assert len(told()) <= 4  # Each once: a TCPStore, a request, the exclusions.
         assert not [line for line in log if "Traceback" in line]
         record_property("cpu", f"{used:.2f} s in {took:.1f} s, {len(log)} lines")
         assert used < 0.1 * took

@@ -227,11 +227,13 @@ def move(store: RunningStore, run_id: str, beat: int) -> None:
         )
 
 
-def test_where_others_reach_it_it_needs_a_token(
+def test_an_exporter_that_others_reach_needs_a_token(
     store: RunningStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Loopback, as nobody can tell from its spelling.
-    with pytest.raises(ValueError, match=r"^who reaches 127\.1 would read .* without a token: set"):
+    with pytest.raises(
+        ValueError, match=r"^anyone who reaches 127\.1 would read .* without a token: set"
+    ):
         pages.exporter(Access("redis", store.endpoint), host="127.1")
     file = tmp_path / "token"
     file.write_text("of Prometheus\n")

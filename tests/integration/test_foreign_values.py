@@ -83,7 +83,7 @@ def _key_in_consul(client: Any, key: bytes, data: bytes) -> None:
     epoch = client._living(_limit()).epoch.name
     path = f"{client._keys}{epoch}%2F" + "".join(f"%{byte:02X}" for byte in key) + "!"
     client._commit([client._operation("set", path, data)], _limit())
-    # Nor is one without the sign at its end.
+    # A key without the sign at its end is not one of ours either.
     client._commit([client._operation("set", client._keys + "cut", data)], _limit())
 
 
@@ -144,7 +144,7 @@ def test_a_value_of_another_program_counts_as_absent(
             entry, written = client.compare_and_set(STATE_KEY, data + b"ours", None)
             assert written, data
             assert client.get(STATE_KEY) == entry
-            # Nor does what was there stand in the way of a plain write.
+            # What was there does not stand in the way of a plain write either.
             write(client, STATE_KEY, data)
             version = client.put(STATE_KEY, b"ours")
             entry = client.get(STATE_KEY)

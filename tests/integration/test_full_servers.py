@@ -21,7 +21,7 @@ FULL = {"redis": "raise its maxclients", "consul": "http_max_conns_per_client"}
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Consul: three connections for each of two nodes, and one for the history."""
+    """Consul allows three connections for each of two nodes, and one for the history."""
     command = Consul.command
 
     def limited(kind: Consul, node: ServerProcess, nodes: Sequence[ServerProcess]) -> list[str]:

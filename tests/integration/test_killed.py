@@ -26,13 +26,13 @@ from tests.servers.process import ServerProcess
 
 pytestmark = pytest.mark.timeout(240)
 
-# Of the options: a lease of 15 s.
+# The options' defaults: a lease of 15 s.
 DEFAULTS = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3, "last_call_timeout": 2}
 LEASE = 15.0
 
 soak = pytest.mark.soak
 
-# Whose servers keep their data when they are stopped, and start soon.
+# Their servers keep their data when they are stopped, and start soon.
 OF_OUR_OWN = [kind for kind in KINDS if kind.name in ("redis", "etcd-v3")]
 
 
@@ -80,7 +80,7 @@ def test_a_killed_agent_is_noticed_at_once(job: Job, killed: str, record_propert
 
 @every_store
 @pytest.mark.parametrize("killed", ["b", *(pytest.param(it, marks=soak) for it in "c")])
-def test_one_that_is_killed_before_it_confirms_its_rank(
+def test_an_agent_that_is_killed_before_it_confirms_its_rank_is_lost_at_once(
     store: RunningStore, tmp_path: Path, killed: str, record_property: Measure
 ) -> None:
     options = {"nodes": "3:3", "links": "true", **DEFAULTS}
@@ -110,7 +110,7 @@ def test_one_that_is_killed_before_it_confirms_its_rank(
 @soak
 @every_store
 @pytest.mark.parametrize("killed", ["ab", "bc", "ca"])
-def test_two_that_are_killed_at_once(
+def test_two_agents_that_are_killed_at_once_are_both_noticed(
     store: RunningStore, tmp_path: Path, killed: str, record_property: Measure
 ) -> None:
     with closing(Job(tmp_path, store, nodes="1:3", links="true", **DEFAULTS)) as job:
@@ -138,7 +138,7 @@ def away(server: ServerProcess) -> Iterator[None]:
 
 @soak
 @pytest.mark.parametrize("kind", OF_OUR_OWN, ids=lambda kind: kind.name)
-def test_one_that_is_killed_while_the_store_is_away(
+def test_an_agent_that_is_killed_while_the_store_is_away_is_lost(
     kind: Kind, tmp_path: Path, record_property: Measure
 ) -> None:
     options = {"nodes": "2:3", "links": "true", **DEFAULTS, "last_call_timeout": 0.1}
@@ -159,7 +159,7 @@ def test_one_that_is_killed_while_the_store_is_away(
 
 @soak
 @pytest.mark.parametrize(("refused", "later"), [("", 3.0), ("c", 3.0), ("abc", 0.3)])
-def test_one_that_lives_and_is_the_last_to_reach_the_store_again_is_not_lost(
+def test_a_live_agent_that_is_the_last_to_reach_the_store_again_is_not_lost(
     tmp_path: Path, refused: str, later: float
 ) -> None:
     with ExitStack() as stack:
@@ -215,7 +215,7 @@ def by_key(job: Job) -> dict[str, NodeRecord]:
 
 @soak
 @every_store
-def test_those_that_are_accused_and_live_answer_and_nobody_restarts(job: Job) -> None:
+def test_accused_agents_that_live_answer_and_nobody_restarts(job: Job) -> None:
     """As where a firewall refuses for all."""
     world, number = job.begin("abc"), job.round()
     await_links(job, "abc")
@@ -234,7 +234,7 @@ def test_those_that_are_accused_and_live_answer_and_nobody_restarts(job: Job) ->
 
 @soak
 @every_store
-def test_one_whose_own_links_stand_is_accused_only_once_it_is_killed(job: Job) -> None:
+def test_an_agent_whose_own_links_stand_is_accused_only_once_it_is_killed(job: Job) -> None:
     """As where its listener has died, or a firewall refuses for it."""
     world, number = job.begin("abc"), job.round()
     await_links(job, "abc")
@@ -251,7 +251,7 @@ def test_one_whose_own_links_stand_is_accused_only_once_it_is_killed(job: Job) -
 
 
 @soak
-def test_one_that_stands_still_for_half_its_lease_is_not_lost(job: Job) -> None:
+def test_an_agent_that_stands_still_for_half_its_lease_is_not_lost(job: Job) -> None:
     job.begin("abc")
     number = job.round()
     await_links(job, "abc")
@@ -263,7 +263,7 @@ def test_one_that_stands_still_for_half_its_lease_is_not_lost(job: Job) -> None:
 
 
 @soak
-def test_one_that_stands_still_for_two_leases_is_lost_by_its_lease(job: Job) -> None:
+def test_an_agent_that_stands_still_for_two_leases_is_lost_by_its_lease(job: Job) -> None:
     job.begin("abc")
     number = job.round()
     await_links(job, "abc")

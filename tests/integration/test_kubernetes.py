@@ -110,7 +110,7 @@ class Cluster:
             self.ask("POST", place, it | ({"subjects": subjects} if subjects else {}))
 
     def token(self, namespace: str) -> str:
-        """Of the service account rdzv, as a kubelet asks for it."""
+        """The token of the service account rdzv, as a kubelet asks for it."""
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/rdzv/token"
         answer = self.ask("POST", path, {"spec": {"expirationSeconds": 600}})
         return str(answer["status"]["token"])
@@ -144,7 +144,7 @@ def _encoded(data: bytes) -> str:
 
 
 def manifests() -> list[dict[str, Any]]:
-    """Of the page that tells which rights the pods need."""
+    """The manifests of the page that tells which rights the pods need."""
     yaml: Any = pytest.importorskip("yaml")
     text = re.search(r"```yaml role.yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert text is not None
@@ -456,7 +456,7 @@ def test_a_list_comes_in_pages_and_begins_again_if_the_server_forgets(
 def test_many_write_one_key_at_once(
     cluster: Cluster, space: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they ring a bell. Whose write meets another has been replaced by it, and is done."""
+    """As they ring a bell. A write that meets another has been replaced by it, and is done."""
     asked: list[tuple[str, int]] = []
     whole = Http.ask
 
@@ -583,7 +583,7 @@ def test_a_watch_of_what_the_server_has_forgotten_misses_nothing(
         def late(request: Any, limit: Any) -> Any:
             if once:
                 once.clear()
-                # Of other keys; the last change of all is that of the key.
+                # These are other keys; the last change of all is that of the key.
                 writer.put_many({f"other/{number}": b"x" for number in range(3)})
                 node.stop()
                 node.start(timeout=4 * PATIENCE)

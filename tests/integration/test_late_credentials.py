@@ -87,7 +87,7 @@ def store(
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Of the metadata service, once there is one."""
+    """The port of the metadata service, once there is one."""
     (port,) = free_ports(1)
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{HOST}:{port}/")
     yield port
@@ -109,7 +109,9 @@ def test_an_agent_waits_for_its_credentials(
     assert caplog.text.count("this node cannot join yet: ") == 2, "once a node"
 
 
-def test_it_waits_no_longer_than_join_timeout(store: RunningStore, port: int, run_id: str) -> None:
+def test_an_agent_waits_no_longer_than_join_timeout(
+    store: RunningStore, port: int, run_id: str
+) -> None:
     began = time.monotonic()
     with pytest.raises(LateCredentialsError, match="give this host a role") as caught:
         Run(store, run_id).handler((1, 1), join_timeout="3")

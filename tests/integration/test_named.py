@@ -141,7 +141,7 @@ def closed(scene: Named) -> dict[str, Any]:
     seen["newcomer"] = scene.fleet.await_line("node3", "is closed (")
     scene.fleet.finish()
     seen["statuses"] = scene.fleet.ends()
-    if scene.where[1] != "quorum":  # Whose members end with the nodes.
+    if scene.where[1] != "quorum":  # A quorum's members end with the nodes.
         seen["over"] = scene.await_said('"last":', "status", "--json")
     return seen
 
@@ -283,7 +283,7 @@ def test_the_id_of_a_closed_run_is_taken_while_nodes_train_in_it(store: str, by:
 
 
 @pytest.mark.parametrize("by", ["names", pytest.param("addresses", marks=pytest.mark.full)])
-def test_of_a_quorum_commands_tell_what_its_hosts_know(by: str, record_property: Measure) -> None:
+def test_commands_tell_what_the_hosts_of_a_quorum_know(by: str, record_property: Measure) -> None:
     seen = play("of_a_quorum", "quorum", by)
     assert seen["before"] == [0, "there is no run under this prefix\n"]
     assert re.search(r"job .* running .* running round \d+, 3 of 1\.\.3 nodes", seen["list"])

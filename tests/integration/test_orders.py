@@ -288,8 +288,8 @@ def test_a_dead_run_is_given_no_order(played: Played, order: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize("died", [False, True])
-def test_who_closes_a_run_is_told_what_was_seen_of_its_nodes(played: Played, died: bool) -> None:
-    """So soon after their last heartbeat that none is due yet."""
+def test_rdzv_close_tells_what_was_seen_of_the_nodes(played: Played, died: bool) -> None:
+    """The close comes so soon after their last heartbeat that none is due yet."""
     played.begin(2, (2, 2), keep_alive_interval="3")
     for agent in played.agents if died else ():
         agent.crash()
@@ -302,7 +302,7 @@ def test_who_closes_a_run_is_told_what_was_seen_of_its_nodes(played: Played, die
     assert played.said("close") == [f"closed run '{played.run_id}': {said}"]
 
 
-def test_who_closes_a_run_is_told_that_nothing_was_seen_of_its_nodes(
+def test_rdzv_close_tells_that_nothing_was_seen_of_the_nodes(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspection, "_LONGEST_WATCH_SECONDS", 0.5)
@@ -315,7 +315,7 @@ def test_who_closes_a_run_is_told_that_nothing_was_seen_of_its_nodes(
     )
 
 
-def test_who_closes_a_run_that_another_closes_meanwhile_is_told_so(
+def test_rdzv_close_tells_that_the_run_was_closed_meanwhile(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played.begin(1, (1, 1))
@@ -330,7 +330,7 @@ def test_who_closes_a_run_that_another_closes_meanwhile_is_told_so(
     assert line.startswith(f"run '{played.run_id}' was closed before: by request; closed by ")
 
 
-def test_who_is_accused_and_lives_says_so_and_who_does_not_is_not_lost_by_it(
+def test_an_accused_node_that_lives_says_so_and_a_dead_one_is_not_lost_by_it(
     played: Played,
 ) -> None:
     played.begin(2, (2, 2), keep_alive_interval="5", links="true")

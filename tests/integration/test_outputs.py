@@ -214,7 +214,7 @@ def judge(shown: str, *, is_json: bool = False) -> None:
     lines = shown.splitlines() if not is_json else shown.split("\n")
     for line in lines:
         assert BAD.search(line) is None, ascii(line[:2000])
-        # Of many runs.
+        # JSON about many runs is longer.
         assert len(line) < MOST_OF_A_LINE or is_json, ascii(line[:500])
         assert not line.startswith("12:00:00 run 'job'"), "a forged line"
         if is_json and line.startswith(("{", "[")):

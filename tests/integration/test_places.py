@@ -47,7 +47,7 @@ def test_half_a_unit_disturbs_nobody(begin: Begin, record_property: Measure) -> 
     assert (now.round, now.world_id, now.spares) == (number + 1, document.world_id, 0)
     assert now.cause == document.reason
     assert now.cause.endswith("joined")
-    # Of four, one is lost: a whole unit goes on, and the other one of its unit waits.
+    # One of four is lost: a whole unit goes on, and the other node of the broken unit waits.
     killed = run.agents["d"].kill()
     world = run.await_world("ab", after=killed, by_rank=True)
     assert known(run, "a").spares == 1

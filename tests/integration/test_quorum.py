@@ -463,7 +463,7 @@ def test_the_second_agent_of_a_host_takes_the_member_over(
     assert_nothing_is_left(job)
 
 
-def test_commands_reach_it_from_any_host(submit: Submit) -> None:
+def test_commands_reach_the_quorum_from_any_host(submit: Submit) -> None:
     job = submit()
     job.begin("abc")
     at = ["--rdzv-backend=quorum", f"--rdzv-endpoint={quorum().endpoint}"]
@@ -761,7 +761,7 @@ def test_nobody_waits_for_a_member_that_is_killed_or_stopped(
         assert client.get("before") == entry
 
 
-def test_who_falls_silent_after_its_promise_is_passed_over(
+def test_a_member_that_falls_silent_after_its_promise_is_passed_over(
     served: RunningStore, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = sorted(nodes(served), key=lambda it: it.port)

@@ -147,7 +147,7 @@ def test_a_user_of_one_run_runs_it_and_sees_no_other(server: RunningStore, run_i
                 mine.open(other).get("state")
 
 
-def test_who_may_write_and_not_read_is_refused_before_it_writes(
+def test_a_user_that_may_write_and_not_read_is_refused_before_it_writes(
     server: RunningStore, run_id: str
 ) -> None:
     """Others would wait for what it writes, and it would never learn what for."""

@@ -180,7 +180,7 @@ def test_what_came_between_two_waits_is_not_the_answer_if_more_came(
     assert client.wait("absent", None, A_BEAT) is None
 
 
-def test_who_writes_between_waits_needs_no_more_connections(
+def test_a_client_that_writes_between_waits_needs_no_more_connections(
     client: KeyValueClient, other: KeyValueClient, redis_admin: Any
 ) -> None:
     known = begun_to_wait(client, other, redis_admin)
@@ -214,7 +214,7 @@ def test_a_run_that_the_server_forgot_is_looked_at_after_the_next_beat(
     assert present(client.wait("key", known, SLACK)).value == b"two"
 
 
-def test_another_thread_that_waits_meanwhile_hears_of_it_too(
+def test_another_thread_that_waits_meanwhile_finds_the_write_too(
     client: KeyValueClient, other: KeyValueClient, redis_admin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_store, "_LONGEST_LOOK", 0.2)

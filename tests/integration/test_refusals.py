@@ -33,7 +33,7 @@ READS = ["get", "list", "watch"]
 
 
 class Door(ABC):
-    """Whom a store lets in.
+    """Which nodes a store lets in.
 
     Attributes:
         one, others: the store, as one node and as the others reach it.
@@ -77,7 +77,7 @@ class Secrets(Door):
 
 
 class Rights(Door):
-    """Of Kubernetes' service account; one node has a token of its own, which is replaced."""
+    """Rights of Kubernetes' service account; one node has its own token, which is replaced."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._cluster = cluster
@@ -252,7 +252,7 @@ def test_where_all_are_refused_nobody_stops_or_ends(
 
 
 @every_door
-def test_who_alone_is_refused_stops_after_its_lease(door: Door, run_id: str) -> None:
+def test_a_node_that_alone_is_refused_stops_after_its_lease(door: Door, run_id: str) -> None:
     with trio(door, run_id, least=1) as (one, others):
         stopped = len(one.rounds)
         heard = time.monotonic()

@@ -396,7 +396,7 @@ def test_documented_rights_suffice_for_a_run(guards: Guarded, name: str, run_id:
         for at, case in enumerate(WITHOUT)
     ],
 )
-def test_without_any_one_right_it_fails_in_one_line(
+def test_without_any_one_right_a_request_fails_in_one_line(
     guards: Guarded, name: str, right: str, run_id: str
 ) -> None:
     guard = guards(name)
@@ -452,7 +452,7 @@ def test_a_user_of_others_does_not_see_a_run(guards: Guarded, name: str, run_id:
     with closing(own.open(run_id)) as client:
         client.put("key", b"value")
         with suppress(AccessDeniedError), closing(others.open(run_id)) as other:
-            # Of an account with a bucket of its own.
+            # This is an account with a bucket of its own.
             assert other.get("key") is None
             other.put("key", b"theirs")
             other.expire(0)
@@ -476,7 +476,7 @@ def test_the_rights_on_dynamodb_are_those_that_a_run_uses(
         return boto
 
     with started(kind_of("dynamodb")) as store:
-        # Of the first who opens the table, which is there now.
+        # Only the first client that opens the table needs more, and the table is there now.
         monkeypatch.setattr(_dynamodb_table, "_connect", recorded)
         ask_for_everything(store.open, run_id)
         work(store, run_id)

@@ -68,7 +68,7 @@ def test_client_goes_on_with_the_new_secret(
         client.close()
 
 
-def test_nobody_is_refused_who_has_the_new_secret_first(
+def test_a_client_that_has_the_new_secret_first_is_not_refused(
     administrator: Administrator, run_id: str
 ) -> None:
     """The server cuts their connections; what is under way goes on with the new secret."""
@@ -171,7 +171,7 @@ def test_client_goes_on_with_the_new_certificates(
             patiently(lambda: client.put("key", b"another"))
             record_property("let in again after, s", round(time.monotonic() - began, 2))
             rotating.store.open(run_id).close()
-            # Who still shows the old certificate is refused by the server.
+            # The server refuses a client that still shows the old certificate.
             rotating.hand_out(old, "cert_file", "key_file")
             with pytest.raises(AccessDeniedError):
                 rotating.store.open(run_id)

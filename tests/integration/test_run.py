@@ -297,7 +297,7 @@ sys.exit(int(sys.argv[1]))
         pytest.param("--nnodes=1", 2, id="no script"),
     ],
 )
-def test_it_ends_as_torchrun_does(
+def test_rdzv_run_ends_as_torchrun_does(
     store: RunningStore,
     tmp_path: Path,
     arguments: str,

@@ -301,7 +301,7 @@ def test_nothing_can_be_moved_to_another_key_or_run(
 def test_an_earlier_round_that_is_put_back_is_refused(
     store: RunningStore, tmp_path: Path, run_id: str
 ) -> None:
-    """Who can write may put back what stood at the same key before: the nodes know better."""
+    """A writer may put back what stood at the same key before: the nodes know better."""
     sealed = having(store, tmp_path, SECRET)
     with Run(sealed, run_id) as run:
         agents = [run.start((1, 3))]

@@ -167,7 +167,7 @@ def test_refused_certificate(
     record_property: Measure,
 ) -> None:
     if guarded.store.backend == "kubernetes" and fault != "untrusted authority":
-        pytest.skip("who has a token needs no certificate")
+        pytest.skip("a client with a token needs no certificate")
     remember(monkeypatch, guarded.credentials())
     foreign = certificates.foreign_client
     changes: dict[str, dict[str, str | None]] = {
@@ -256,7 +256,7 @@ def test_zookeeper_digest(
 ) -> None:
     """By this scheme ZooKeeper knows no users: it guards a run for the user that made it."""
     kind = kind_of("zookeeper")
-    # Of a client's certificate it would make a second identity, under which the others get in.
+    # It would make a client's certificate a second identity, under which the others get in.
     with started(kind, security=certificates.security()) as store:
         right = {"RDZV_PLUGINS_USER": "joe", "RDZV_PLUGINS_PASSWORD": str(uuid.uuid4())}
         remember(monkeypatch, right)

@@ -95,7 +95,7 @@ def test_their_password_is_replaced(topology: Topology, file: Path, run_id: str)
         admin: Any = redis.Redis(host, int(port), username="joe", password=SENTINELS)
         admin.execute_command("ACL", "SETUSER", "joe", "resetpass", f">{new}")
         topology.primary(run_id).kill()
-        # Who has lost the primary asks the Sentinels anew.
+        # A client that has lost the primary asks the Sentinels anew.
         admin.execute_command("CLIENT", "KILL", "USER", "joe")
         with pytest.raises(AccessDeniedError):
             client.put("key", b"another")

@@ -345,7 +345,7 @@ def test_without_a_store_the_process_ends_all_the_same(play: Callable[[str], End
     assert became.seconds < 15
 
 
-def test_one_that_is_done_stays_done(play: Callable[[str], Ending]) -> None:
+def test_a_node_that_is_done_stays_done(play: Callable[[str], Ending]) -> None:
     became = play(BARRIER)
     assert (became.status, became.record) == (RAISED, "done")
 

@@ -76,7 +76,7 @@ class MutedDns:
         threading.Thread(target=self._swallow, daemon=True).start()
 
     def forget(self) -> None:
-        """Of /etc/hosts all that is left is this host: DNS is asked for any other name."""
+        """Leave only this host in /etc/hosts: DNS is asked for any other name."""
         self._hosts.write_text(_USUAL_HOSTS)
 
     def _swallow(self) -> None:

@@ -154,7 +154,7 @@ def test_all_that_are_refused_stop_before_a_newcomer_trains(
 
 
 @with_users
-def test_who_alone_is_refused_stops_and_the_other_goes_on(
+def test_a_node_that_alone_is_refused_stops_and_the_other_goes_on(
     store: RunningStore, tmp_path: Path, record_property: Measure
 ) -> None:
     door = Doorkeeper(store)
@@ -176,12 +176,12 @@ def test_who_alone_is_refused_stops_and_the_other_goes_on(
 
 
 @with_users
-def test_who_is_refused_while_agents_exchange_their_roles_stops_and_comes_back(
+def test_a_node_refused_while_agents_exchange_their_roles_stops_and_comes_back(
     store: RunningStore, tmp_path: Path, record_property: Measure
 ) -> None:
     """It waits for the word of an agent that never gives it."""
     door = Doorkeeper(store)
-    # So long do its workers run before its agent looks whether they are to stop.
+    # Its workers run this long before its agent looks whether they are to stop.
     launcher = (*TORCHRUN, "--monitor-interval=2")
     with jobs(tmp_path, launcher=launcher) as submit:
         job = submit(door.admit("one"))
@@ -203,7 +203,7 @@ def test_who_is_refused_while_agents_exchange_their_roles_stops_and_comes_back(
 
 
 @every_store
-def test_who_comes_back_from_a_silent_store_stops_at_once_and_tells(
+def test_a_node_that_comes_back_from_a_silent_store_stops_at_once_and_tells(
     store: RunningStore, tmp_path: Path, record_property: Measure
 ) -> None:
     """Meanwhile its workers run on, and a fence keeps them from the checkpoint."""

@@ -58,7 +58,7 @@ class Member(Redis):
         return [binary, file]
 
 
-# Of a configuration, what a Sentinel does not know.
+# The lines of a configuration that a Sentinel does not know.
 _OF_SERVERS = ("appendonly no", "save 3600 2000000000")
 
 

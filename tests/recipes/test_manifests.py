@@ -40,14 +40,14 @@ def documents(file: Path) -> list[dict[str, Any]]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("version", ["1.33", "1.37"])
-def test_it_fits_the_schema_of_kubernetes(file: str, version: str) -> None:
+def test_a_manifest_fits_the_schema_of_kubernetes(file: str, version: str) -> None:
     run("kubernetes-validate", "--strict", "--kubernetes-version", version, EXAMPLES / file)
 
 
 @pytest.mark.parametrize(
     "file", ["jobset.yaml", "trainjob.yaml", "api/jobset.yaml", "api/trainjob.yaml"]
 )
-def test_it_fits_the_models_of_jobset_and_kubeflow_trainer(file: str) -> None:
+def test_a_manifest_fits_the_models_of_jobset_and_kubeflow_trainer(file: str) -> None:
     models: Any = import_module("kubeflow_trainer_api.models")
     for document in documents(EXAMPLES / "kubernetes" / file):
         model: Any = getattr(models, CUSTOM[document["kind"]])

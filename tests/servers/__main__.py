@@ -12,7 +12,7 @@ from tests import servers
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=servers.KINDS)
-    parser.add_argument("--port", type=int, help="of the first server; default: a free one")
+    parser.add_argument("--port", type=int, help="port of the first server; default: a free one")
     parser.add_argument("--nodes", type=int, default=1, help="servers in the ensemble")
     given = parser.parse_args()
     try:

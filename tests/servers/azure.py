@@ -22,7 +22,7 @@ from tests.servers.process import (
 )
 
 _CONTAINER = "rdzv"
-# Of every Azurite, as its documentation says.
+# The account of every Azurite, as its documentation says.
 _ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _SCRIPT = "node_modules/azurite/dist/src/blob/main.js"

@@ -32,7 +32,7 @@ class Connections:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # Of its own source, so that all else is as it would be without.
+        # It has a source of its own, so that all else is as it would be without links.
         self._chance = random.Random(f"connections of {world.plan.seed}")
         self.refusing: set[str] = set()
         self.cut: set[str] = set()

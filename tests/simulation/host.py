@@ -57,9 +57,9 @@ _MOST_VAIN = 20
 _MOST_REQUESTS = 2000
 """In a second, on one host; a leader whose store answers in no time comes to some hundreds."""
 _MANY = 8
-"""So many nodes that are late at once are doubted first."""
+"""If this many nodes are late at once, they are doubted first."""
 _MOST_OPENINGS = 6
-"""Of a TCPStore for one round, in a second, where none could be opened."""
+"""Tries to open a TCPStore for one round, in a second, where none could be opened."""
 
 
 class Agent(StrEnum):
@@ -124,7 +124,7 @@ class Host:
         """Where it does not: since when."""
         self.link = ""
         """To other hosts it is "cut off", "unreachable", "hidden" as rank 0, or "slow"."""
-        # Of its own source, so that all else is as it would be without orders.
+        # It has a source of its own, so that all else is as it would be without orders.
         self._skew = random.Random(f"wall clock of {node_id}").uniform(-SKEW, SKEW)
         record = NodeRecord(
             address=address,
@@ -163,11 +163,11 @@ class Host:
         )
         self._service = parting.Service(self.node, self.clock, self._wall, world.plan.max_restarts)
         self.gives_up = ""
-        """Whose failure it gives up for: "agent" or "workers", though it is new; or "" for none."""
+        """What it gives up for, "agent" or "workers", though it is new; or "" for nothing."""
         self.parted: object = None
         """What came of that, as `parting.Parting`."""
         self.listing: Mapping[str, NodeRecord] | None = None
-        """Whom it has found in the store since it gave up; None: it has not looked."""
+        """The records that it has found since it gave up; None: it has not looked."""
         self._life: Generator[Effect[Any], Any, object] | None = None
         self._at_end: Callable[[object], None] | None = None
         self._request: Effect[Any] | None = None
@@ -655,7 +655,7 @@ class Host:
             self._join_again()
 
     def _lost_before(self) -> str:
-        """Who of its round died before its workers failed, where all could have found out."""
+        """Which node of its round died before its workers failed, if all could have found out."""
         assert self._round is not None
         plan, failed_at = self.world.plan, self._failed_at
         hosts = {host.id: host for host in self.world.hosts}
@@ -967,7 +967,7 @@ class Host:
             return
         known = self.node.latest
         if document.closed or (known and (known.closed or known.place > document.place)):
-            return  # Who knows that its run was closed goes on, whatever the store forgot.
+            return  # A node that knows that its run was closed goes on, whatever the store forgot.
         if document.round > mine.round and document.ran not in (None, mine.world_id):
             seconds = self.clock.real(_STOPS_WITHIN)
             self.world.kernel.after(seconds, self._look_at_later_round, self._shift)
@@ -1061,7 +1061,7 @@ class Host:
             and (asked := self._no_tombstone.get(request.incarnation)) is not None
             and self._asked - asked < self.rules.sweep_after
         )
-        if again and self.alive:  # Who closes a run asks anew at each try.
+        if again and self.alive:  # A closer asks anew at each try.
             world.violated("rests", f"{self.id} asks again: {request}")
         if self._closes and not world.network.quiet and world.cuts_short():
             world.note(f"{self.id} dies while it closes the run, before {request}"[:160])

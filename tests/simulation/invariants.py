@@ -212,7 +212,7 @@ World: TypeAlias = tuple[str, int, tuple[str, ...]]
 
 _ROUNDING = 1e-6
 
-# Of newcomers, as a document names them.
+# The most newcomers that a document names.
 _MOST_NAMED = 16
 
 # A leader may have something else to do before it decides about its round, but not so often.
@@ -390,7 +390,7 @@ class Checker:
     ) -> None:
         self._now = now
         self._rules = rules
-        # Of a node that has no record in a store that forgot it, the lease is not known.
+        # The lease of a node that has no record in a store that forgot it is not known.
         self._shortest = shortest_lease / fastest - staleness
         self._staleness = staleness
         # No clock changes its rate.
@@ -406,9 +406,9 @@ class Checker:
         # When each world was first written as running, and the last one with newcomers was named.
         self._running: dict[World, float] = {}
         self._grew: dict[tuple[str, int], float] = {}
-        # Of each incarnation, how long its rounds ran, but for those that ended for newcomers.
+        # How long the rounds of each incarnation ran, but for those that ended for newcomers.
         self._uptimes: dict[str, list[tuple[float, int]]] = {}
-        # Who was drained in an incarnation, and in which epoch.
+        # Which node was drained in an incarnation, and in which epoch.
         self._drained: dict[tuple[str, str], int] = {}
         # When each world was named first and last, in which epoch, and the tokens that hosts got.
         self._namings: dict[World, tuple[float, float, int]] = {}
@@ -504,7 +504,7 @@ class Checker:
     def _judge_suspects(
         self, before: RoundDocument, after: RoundDocument, evidence: Evidence
     ) -> None:
-        """Who was cut off is in no round after one that did not run, if the others are enough."""
+        """No round after one that did not run has a node that was cut off, if others are enough."""
         if after.phase is not Phase.CONFIRMING or not before.faults.rounds:
             return
         people = after.participants
@@ -516,7 +516,7 @@ class Checker:
     def _note_vain(
         self, node: str, before: RoundDocument, after: RoundDocument, epoch: int
     ) -> None:
-        """Who fails with one after the other does not stay, though its own dials may pass."""
+        """A node that fails with one after the other does not stay, though its dials may pass."""
         known, vain = self._vain.get(after.incarnation, (epoch, set()))
         found = self._dials_by_round.get(before.world_id, {})
         tried = {(it, of.partner): bool(of.why) for it, of in found.items() if of.partner}
@@ -1027,7 +1027,7 @@ class Checker:
             raise InvariantError("rounds of a run", f"{show(before)} became {show(after)}")
         was = before or after
         last = track.last_rounds.get(after.incarnation)
-        # Of a document that the store has lost, the closed one tells the phase.
+        # If the store has lost the document, the closed one tells the phase.
         forms = was.phase is Phase.FORMING or (before is None and not after.participants)
         follows = forms and last == was.round - 1
         member = track.member == after.incarnation and (was.names(node) or follows)
@@ -1044,7 +1044,7 @@ class Checker:
         """The nodes that can go on without this one, if they live, as far as it has read.
 
         Args:
-            node: who gives up.
+            node: the one that gives up.
             known: the document as it last read it.
             listing: the records that it has read since it gave up; None: none.
             new: it came late, and its workers failed.
@@ -1166,7 +1166,7 @@ class Checker:
             )
 
     def _ordered_out(self, document: RoundDocument) -> set[str]:
-        """Whom nobody waits for, since people took them out; whatever the clocks of hosts say."""
+        """The nodes that people took out: nobody waits for them, whatever the hosts' clocks say."""
         now = EPOCH + self._now() - SKEW
         held = (*document.excluded, *document.quarantined)
         hosts = {it.host for it in held if it.is_in_force(now)}
@@ -1209,7 +1209,7 @@ class Checker:
         if fresh := {*after.absent} - {*before.absent}:
             named = fresh & done
         else:
-            # Who was lost before a round stays in its cause, also when he is done in that round.
+            # A node that was lost before a round stays in its cause, also when it is done in it.
             known = before.cause if after.round == before.round else None
             named = {
                 person
@@ -1333,7 +1333,7 @@ class Checker:
             self._ran[world] = after
 
     def _judge_cause(self, after: RoundDocument, epoch: int) -> None:
-        """Who is missing from a round that runs is named in its cause."""
+        """A node that is missing from a round that runs is named in its cause."""
         last, when = self._last_ran.get(after.incarnation, (None, -1))
         if last is None or when != epoch:
             return

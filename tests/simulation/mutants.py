@@ -1635,8 +1635,8 @@ def lists_for_the_done(patch: Patch) -> None:
     focus=CALM,
 )
 def heirs_doubt_again(patch: Patch) -> None:
-    # Of those that the leader doubts because it has just followed a silent one, it has seen no
-    # silence yet.
+    # The leader doubts some because it has just followed a silent one: it has seen no silence of
+    # theirs yet.
     patch(
         FailureDetector,
         "doubt",
@@ -1836,7 +1836,7 @@ def one_failure_is_enough(patch: Patch) -> None:
 
 
 @_mutant(
-    "network check: who failed with several others stays in the round",
+    "network check: a node that failed with several others stays in the round",
     seed=61,
     focus=_parted("cut off", "unreachable"),
 )
@@ -2177,7 +2177,7 @@ def never_new(patch: Patch) -> None:
 
 
 @_mutant(
-    "who counts when a node parts: of nodes that leave at once, each looks at the others once "
+    "who counts when a node parts: each of the nodes that leave at once looks at the others once "
     "it has said that it leaves",
     seed=5,
     focus=_all_fail("all agents"),
@@ -2264,7 +2264,7 @@ def gives_up_too_soon(patch: Patch) -> None:
     patch(NoProgress, "note", note)
 
 
-@_mutant("accusations: who is found gone is lost without having been asked", focus=_LINKED)
+@_mutant("accusations: a node found gone is lost without having been asked", focus=_LINKED)
 def asks_nobody(patch: Patch) -> None:
     patch(accusations, "answered_within", lambda answered_within, view, record: 0.0)
 
@@ -2289,7 +2289,9 @@ def hears_no_answer(patch: Patch) -> None:
 
 
 @_mutant(
-    "accusations: who has found the leader gone asks it, and leads where it is silent", 138, _DIES
+    "accusations: a node that finds the leader gone asks it, and leads where it is silent",
+    138,
+    _DIES,
 )
 def waits_for_a_gone_leader(patch: Patch) -> None:
     patch(decisions, "_ask_the_leader", lambda *_: None)
@@ -2306,7 +2308,7 @@ def keeps_what_it_found(patch: Patch) -> None:
 
 
 @_mutant(
-    "accusations: who has confirmed its rank has links soon, though the round does not run",
+    "accusations: a node that confirmed its rank has links soon, though the round does not run",
     525,
     _DIES,
 )
@@ -2319,7 +2321,7 @@ def links_once_it_runs(patch: Patch) -> None:
 
 
 @_mutant(
-    "accusations: who was lost by an accusation does not count again in the next round", 35, _DIES
+    "accusations: a node lost by an accusation does not count again in the next round", 35, _DIES
 )
 def takes_the_gone_for_strays(patch: Patch) -> None:
     def lost_by_accusation(original: Any, document: RoundDocument, records: Any) -> dict[str, str]:

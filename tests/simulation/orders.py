@@ -1,4 +1,4 @@
-"""Orders from people, given at any time: who gives one has the same network as the hosts."""
+"""Orders from people, given at any time: a person has the same network as the hosts."""
 
 from __future__ import annotations
 

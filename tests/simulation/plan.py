@@ -100,13 +100,13 @@ BREAKS = ("refuse", "refuse", "refuse", "hang", "break")
 """What befalls the links of hosts that live, each as often as it is named."""
 
 REFUSALS = ("one", "one", "some", "all", "blind")
-"""Whom the store refuses for a time, each as often as it is named.
+"""Which nodes the store refuses for a time, each as often as it is named.
 
 "blind": one, which may write. Besides there is "mute": all, who may read.
 """
 
 FAILURES = ("agent", "agent", "newcomer", "newcomer", "agents", "after a loss")
-"""Who fails though its run may go on, each as often as it is named: see `faults.fail`."""
+"""What fails though its run may go on, each as often as it is named: see `faults.fail`."""
 
 _ANSWER = 0.5
 """As of a store that pushes."""
@@ -206,7 +206,7 @@ class Plan:
         max_restarts: torchrun's ``--max-restarts``.
         slow_master, no_master: chance that a TCPStore takes long to open, or cannot be opened.
         other_settings: chance that a host has another keep-alive interval and lease.
-        cut_short: chance that who closes a run dies between two of its requests.
+        cut_short: chance that a closer of a run dies between two of its requests.
         ambush: kind of a fault that is apt to come just when a document is written; None: none is.
         join_timeout: of the nodes that start while there are faults.
         rejoins: chance that an agent whose join failed asks again instead of exiting.
@@ -228,7 +228,7 @@ class Plan:
         links: what befalls the network between hosts, and when.
         breaks: what befalls the links of nodes that live, and when.
         without_links: chance that a host has no links in a run that has them.
-        refusals: whom the store refuses, and when.
+        refusals: which nodes the store refuses, and when.
         one_stays_bad: one link stays bad when the faults stop.
         without_check: chance that a host has no network check in a run that has it.
         failures: whose agent fails, or whose workers fail though it is new, and when.
@@ -351,7 +351,7 @@ class Plan:
             faults=_faults(chance, focus.kinds),
             retries=chance.choice((0.0, 0.5, 1.0)),
         )
-        # Of its own source, so that the other draws of a seed are as they were without it.
+        # It has a source of its own: the other draws of a seed are as they were without it.
         inline = random.Random(f"roster of {seed}").choice((1, 2, 128))
         plan = _steered(replace(plan, rules=replace(rules, inline=inline)))
         writes_refused = random.Random(f"writes of {seed}").random() < 0.3

@@ -34,12 +34,12 @@ PROCESSES = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WOR
 
 # All nodes stand in the document, and nobody steers, as when these seeds were found.
 _WHOLE = Focus(settings={"inline": 128, **UNSTEERED})
-# Nor does a client try again while it cannot reach the store.
+# The same, and no client tries again while it cannot reach the store.
 _AT_ONCE = Focus(settings={"retries": 0.0, **_WHOLE.settings})
 
 _SEALED = Focus(settings={"sealed": True})
 
-# Nor are there links.
+# There are no links.
 _UNLINKED = Focus(settings={"answer_timeout": None, "breaks": ()})
 
 # What seeds found in the protocol or its checks, each mended. A seed always draws the same faults,
@@ -123,7 +123,7 @@ FOUND = (
     ),
     (121074, _UNLINKED, "workers ran on in a round that was over while their node read its rank"),
     (93002648, _UNLINKED, "a lost round came back beside one of its number that grew later"),
-    (93006472, _UNLINKED, "who is cut off asks again, and waits: the links name it"),
+    (93006472, _UNLINKED, "a node that is cut off asks again, and waits: the links name it"),
     (95002577, _UNLINKED, "nodes whose records were lost twice followed the others of their rack"),
     (96019498, _UNLINKED, "an exclusion ended while the request was repeated that acted on it"),
     (96019685, _UNLINKED, "the host of a node that was done was excluded: it stays in the round"),
@@ -134,27 +134,27 @@ FOUND = (
     (98711003, _UNLINKED, "a leader forgot what its network check had read of a node: it left"),
     (98804518, _UNLINKED, "the tombstone of a run was lost three times, and a spare wrote it back"),
     (98818482, _UNLINKED, "nodes that were silent for long counted as late, after a short trouble"),
-    (98915673, _UNLINKED, "who gave up a join in an outage, and turned unfit, did not say why"),
+    (98915673, _UNLINKED, "a node gave up a join in an outage, turned unfit, and did not say why"),
     (97002974, _UNLINKED, "the store lost with all else that nobody reached rank 0"),
     (102007428, _UNLINKED, "the host of a node that had left its round was excluded: it is out"),
     (
         610001946,
         _UNLINKED,
-        "who read before it beat again wrote that it was unfit, and was fit by then",
+        "a node that read before it beat again wrote that it was unfit, and was fit by then",
     ),
     (20004787, Focus(), "the checker took an excluded node that was unfit for one waited for"),
     (350002543, Focus(), "the checker forgot that a wait which is lost hears of no accusation"),
-    (350003471, Focus(), "who read whom it accuses wrote a record that did not say it is unfit"),
+    (350003471, Focus(), "a node that read whom it accuses did not write that it is unfit"),
     (310000437, Focus(), "the checker did not see that a lost document, closed anew, had formed"),
     (310002077, Focus(), "a node that was lost and is back hid one that a lost roster had"),
     (370001878, Focus(), "the checker held a node's failing listings against one that left"),
     (730056, Focus(), "the checker judged a closing that landed late by a later listing"),
     (380012327, Focus(), "the checker forgot that a leader knows first that it is done itself"),
     (380016244, Focus(), "the checker began a tenure anew with a document that was put again"),
-    (380001708, Focus(), "who failed closed a run whose records the store had just set back"),
-    (380011693, Focus(), "who failed closed a run whose leader's record had just been set back"),
+    (380001708, Focus(), "a failed node closed a run whose records the store had just set back"),
+    (380011693, Focus(), "a failed node closed a run whose leader's record had been set back"),
     (360007216, Focus(), "the checker judged a node that left a run which another had closed"),
-    (7202175, Focus(), "who failed closed a run that was founded since the store had lost its own"),
+    (7202175, Focus(), "a failed node closed a run founded since the store had lost its own"),
     (770346, Focus(), "a node left a large run that broke its segment, though nobody replaced it"),
     (98002436, Focus(), "the grace after an outage named an earlier step for the checkpoint"),
     (98002828, Focus(), "a checkpoint was refused because the store had lost the records"),

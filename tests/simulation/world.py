@@ -102,13 +102,13 @@ class World:
         self.build = build
         self.chance = random.Random(~plan.seed)
         self.health = random.Random(f"checks of {plan.seed}")
-        # Of who gives orders; its own source, so that all else is as it would be without.
+        # For people who give orders; a source of its own: all else is as it would be without it.
         self.person = random.Random(f"orders given in {plan.seed}")
-        # Of the network between hosts.
+        # For the network between hosts.
         self.links = random.Random(f"links in {plan.seed}")
-        # Of whose agents and whose workers fail besides.
+        # For the choice of agents and workers that fail besides.
         self.failures = random.Random(f"failures in {plan.seed}")
-        # Of who is refused by the store.
+        # For the choice of nodes that the store refuses.
         self.refusals = random.Random(f"refusals in {plan.seed}")
         self.kernel = Kernel()
         self.store = Store(
@@ -629,12 +629,12 @@ class World:
                 continue
             # Where another run has moved the deadline on, the record ends with that; the next run
             # sweeps what a late write brought back.
-            # Nor can it end where the last closer dies at once and leaves a damaged document.
+            # It cannot end where the last closer dies at once and leaves a damaged document either.
             ends = self._is_readable and not host.landed_late
             if store.deadline is None and ends and NODES_PREFIX + host.id in store.entries:
                 self.violated("keys end", f"{host.id} knows of its run's end, its record stays")
-        # Who died before it had led for long could not see to it; nor could who closed the run and
-        # died at once, in a store that had just forgotten the deadline.
+        # A leader that died before it had led for long could not see to it. A closer that died at
+        # once could not either, in a store that had just forgotten the deadline.
         leads = document is not None and any(
             host.alive and not host.grey and host.id == document.leader for host in self.hosts
         )
@@ -676,7 +676,7 @@ class World:
         hangs = any(host.alive and host.wedged for host in self.hosts)
         if hangs or document.excluded or document.quarantined or document.drained:
             return
-        # A limit: who died as it asked counts for as long as its record stands.
+        # A limit: a node that died as it asked counts for as long as its record stands.
         for host in self.hosts:
             entry = self.store.entries.get(NODES_PREFIX + host.id)
             if not host.alive and entry is not None and not self.decode(entry).is_over:
@@ -784,7 +784,7 @@ class World:
             return f"{' '.join(dead)} is dead in {show(document)}"
         done = [node for node in present if by_id[node].succeeded]
         alive = [host for host in alive if not self._is_excluded(host, document.quarantined)]
-        # No round is ended for who was cut off; it comes in with the next one.
+        # No round is ended for a node that was cut off; it comes in with the next one.
         alive = [host for host in alive if host.id in present or not host.node.record.was_at_fault]
         could = largest([host.domain for host in alive], self.plan.rules)
         if could > len(present) and self.plan.rules.grow == "now" and not done:

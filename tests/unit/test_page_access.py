@@ -19,7 +19,9 @@ TOKEN = "a-token-of-those-who-may-read"
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "node1", "127.1", "0"])
 def test_an_address_that_others_may_reach_needs_a_token(host: str) -> None:
-    with pytest.raises(ValueError, match=r"^who reaches .*: set \$RDZV_PLUGINS_PAGE_TOKEN, or"):
+    with pytest.raises(
+        ValueError, match=r"^anyone who reaches .*: set \$RDZV_PLUGINS_PAGE_TOKEN, or"
+    ):
         PageAccess(host, Settings())
     assert PageAccess(host, Settings(page_token=TOKEN)).refusal("/metrics", host, "") is not None
 

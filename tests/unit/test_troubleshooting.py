@@ -173,7 +173,7 @@ EXPLAINS_ITSELF = (
     "speaks no TLS; give the server a certificate, or write nats://",
     "option 'owner': '…' is neither auto, none nor <apiVersion>/<kind>/<name>/<uid>",
     "the Kubernetes API takes no user: leave it out, and set a token",
-    "of token, token_file and password leave all but one out",
+    "several of token, token_file and password are set: leave all but one out",
     "with an endpoint, context and kubeconfig have no effect: leave them out",
     "the endpoint has a user: leave it out, and set a token",
     "there is no endpoint, no service account of a pod, and no kubeconfig (…)",

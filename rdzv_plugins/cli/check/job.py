@@ -211,7 +211,10 @@ def check_secrets(job: Job, chosen: Chosen) -> Iterator[Finding]:
         advice = "$RDZV_PLUGINS_SECRET on all nodes keeps strangers out"
     elif min(map(len, secrets)) < _SHORTEST_SECRET:
         mark, advice = Mark.WARNING, "take one of `openssl rand -hex 32`"
-        found = f"set, of less than {_SHORTEST_SECRET} characters: who reads the store may guess it"
+        found = (
+            f"set, of less than {_SHORTEST_SECRET} characters: "
+            "anyone who reads the store may guess it"
+        )
     yield Finding(mark, "secret", found, advice)
 
 
