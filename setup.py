@@ -17,7 +17,7 @@ class BuildWithPages(build_py):
         # The first line tells it from the site's copy: check-wheel-contents wants no duplicates.
         (package / "train.py").write_text(f"# What rdzv demo trains with.\n{script}", "utf-8")
         if (package / "site").exists():
-            return  # Of `make build`; it has the pages too.
+            return  # `make build` made it; it has the pages too.
         for page in Path("docs").rglob("*.md"):
             copy = package / "pages" / page.relative_to("docs")
             copy.parent.mkdir(parents=True, exist_ok=True)
