@@ -1184,7 +1184,8 @@ class Host:
         match request:
             case effects.Park(key, version, _):
                 if turn == self._turn:
-                    store.park(self, key, version, lambda entry: self._notify(turn, entry))
+                    asked = world.kernel.now
+                    store.park(self, key, version, lambda entry: self._notify(turn, entry, asked))
                 return
             case effects.PutRecord(node, record, ring):
                 if record.master and self._opened_for.get(record.master) != record.world_id:
@@ -1239,10 +1240,11 @@ class Host:
                     self.track.evidence.asked[incarnation] = world.kernel.now
         world.network.answer(self, turn, answer, back)
 
-    def _notify(self, turn: int, entry: Entry) -> None:
+    def _notify(self, turn: int, entry: Entry, asked: float) -> None:
         world = self.world
-        delay = world.network.latency() + world.chance.uniform(0, world.plan.poll)
-        world.network.answer(self, turn, entry, delay)
+        delay, poll = world.network.latency(), world.chance.uniform(0, world.plan.poll)
+        # A wait begins with a look, so that only a later change awaits a poll.
+        world.network.answer(self, turn, entry, delay + (poll if world.kernel.now > asked else 0))
 
     def _read(self, turn: int, entries: dict[str, Entry], key: str | None) -> None:
         """Note what evidence of others this host is being sent."""

@@ -161,6 +161,7 @@ FOUND = (
     (98003867, Focus(), "the checker expected the failure of a node that leaves to close the run"),
     (98003969, Focus(), "the checker forgot that a refused leader says later that it is lost"),
     (99301335, Focus(), "a leader whose writes failed opened rank 0's TCPStore again at each try"),
+    (99900965, Focus(), "the simulated store told a wait a poll late of a key that had changed"),
     (99001833, Focus(), "a hang was never told once ranks had agreed on a step that none reached"),
     (99010637, Focus(), "the checker took the second worker that hung for the first"),
     (99000297, Focus(), "a leader that had not read its round's shards noted no rank's first step"),
