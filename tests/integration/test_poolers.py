@@ -151,16 +151,16 @@ def test_a_pool_of_sessions_tells_when_it_has_none_left(pool: Pool, run_id: str)
     with Run(store, run_id) as run:
         # A member whose request takes too long gives its connection up, and the third takes it.
         patient = {
-            "heartbeat_timeout": "5",
+            "heartbeat_timeout": "8",
             "keep_alive_interval": "1",
-            "keep_alive_max_attempt": "10",
+            "keep_alive_max_attempt": "20",
         }
         members = [run.start((2, 3), **patient) for _ in range(2)]
         agents.until(one_world(members), 30)
         with pytest.raises(RendezvousConnectionError) as caught:
-            run.start((2, 3), heartbeat_timeout="2")
+            run.start((2, 3), heartbeat_timeout="3")
         told = str(caught.value)
-        assert "is behind a pooler that had no connection left for 2 s (it logged this" in told
+        assert "is behind a pooler that had no connection left for 3 s (it logged this" in told
         assert "a node holds two, and at times two more for the history: raise its default" in told
         what, found = failure_of_check(store)
         assert what == "store"
@@ -193,7 +193,7 @@ def test_each_request_through_a_pool_of_sessions(pool: Pool, run_id: str) -> Non
 
 def check(store: RunningStore) -> tuple[int, str]:
     """The exit status of `rdzv check`, and its lines."""
-    options = {**store.config, "heartbeat_timeout": "1"}
+    options = {**store.config, "heartbeat_timeout": "3"}
     conf = ",".join(f"{name}={value}" for name, value in options.items())
     arguments = ["-b", store.backend, "-e", store.endpoint, "-c", conf, "--nnodes", "1"]
     result = CliRunner().invoke(app, ["check", *arguments, "--local-addr", "127.0.0.1"])
