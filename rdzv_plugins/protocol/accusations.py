@@ -25,8 +25,7 @@ _MOST_NAMED = 64
 # Besides `answer_timeout` and the lag, an accused node has this many times the larger of its own
 # and this node's delay to answer.
 _TIMES = 4.0
-# A node that waits for rank 0 in a network check reads the document only once a second; clocks
-# differ.
+# In a network check, a node that waits for rank 0 reads the document only once a second.
 _CHECK_SECONDS = 2.0
 
 

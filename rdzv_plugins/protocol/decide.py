@@ -628,11 +628,9 @@ def _await_the_doubted(view: View, at: Situation) -> Action | None:
 
 def _name_the_gone(view: View, at: Situation) -> Action | None:
     """Name the gone nodes, also those that had asked for this round, while it waits for nodes."""
-    return (
-        Write(without_the_gone(at, at.previous_gone))
-        if at.previous_gone and not at.is_full
-        else None
-    )
+    if not at.previous_gone or at.is_full:
+        return None
+    return Write(without_the_gone(at, at.previous_gone))
 
 
 def _judge_too_few(view: View, at: Situation) -> Action | None:

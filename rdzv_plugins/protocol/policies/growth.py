@@ -75,6 +75,5 @@ def last_call_seconds(rules: Rules, document: RoundDocument, size: int = 0) -> f
     gone = cause.lost.count + cause.left.count + cause.evicted.count
     if gone == 0 or size >= len(document.previous) + gone:
         return 0.0
-    return (
-        rules.last_call_timeout if rules.replacement_timeout is None else rules.replacement_timeout
-    )
+    given = rules.replacement_timeout
+    return rules.last_call_timeout if given is None else given
