@@ -64,7 +64,7 @@ _CONTROLS = re.compile(
 # Free text of people and errors, which is cleaned. A control character in another field is refused,
 # because it is part of a name.
 _FREE = frozenset(
-    {"why", "note", "unfit", "restart", "drain_why", "reason", "policy", "unreached", "out"}
+    {"why", "note", "unfit", "restart", "drain_why", "reason", "run_options", "unreached", "out"}
 )
 
 _LAST_YEAR = 9000

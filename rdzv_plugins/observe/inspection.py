@@ -434,7 +434,7 @@ class Inspection:
             silence=self._beats.confirmed_silence(node),
             clock=self.clock_of(node),
             leader=node == document.leader,
-            awaited=node in at.awaited and not at.is_gone(node),
+            awaited=node in at.not_rejoined and not at.is_gone(node),
             kept_out=why_kept_out(document, node, record, now),
         )
 

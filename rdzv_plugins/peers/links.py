@@ -403,21 +403,21 @@ class _Peer:
         self.endpoint = endpoint
         self._host = endpoint.rpartition(":")[0].strip("[]")
         self._addresses: list[_Address] = []
-        self._at = 0
+        self._next_address = 0
         self._line: _Dialled | None = None
         self._ended = False
         # How many dials in a row were refused, or answered by a stranger.
-        self._noes = 0
+        self._refusals = 0
         # Whether both ends of the last link saw the same addresses. None: there was no link yet.
         self._direct: bool | None = None
         # How many links in a row ended within _SHORT_SECONDS.
-        self._short = 0
+        self._short_links = 0
         # The process was found gone and has not answered since.
         self._is_gone = False
         # Refusals since the last report; None: the next refusal is reported.
-        self._times: int | None = None
+        self._since_report: int | None = None
         self._pause = _FIRST_PAUSE
-        self._turn = 0
+        self._planned = 0
         self._resolve(int(endpoint.rpartition(":")[2]))
 
     @property
@@ -468,7 +468,7 @@ class _Peer:
         line: _Dialled | None = None
         with unforked:
             with suppress(OSError):  # OSError: this process has no descriptor left.
-                line = _Dialled(self._addresses[self._at], greeting, answer, *calls)
+                line = _Dialled(self._addresses[self._next_address], greeting, answer, *calls)
             if line is not None and line.has_begun:
                 self._line = line
                 self._listener.serve(line)
@@ -479,11 +479,12 @@ class _Peer:
 
     def ask_again(self) -> None:
         """Dial now: the node's own link has ended, so the node lived until now. Report it anew."""
-        self._times = None
+        self._since_report = None
         self.dial()
 
     def _held(self, direct: bool) -> None:
-        self._noes, self._pause, self._direct, self._times = 0, _FIRST_PAUSE, direct, None
+        self._refusals, self._pause = 0, _FIRST_PAUSE
+        self._direct, self._since_report = direct, None
         assert self._line is not None
         self._links.held(self._line, self._host, direct)
         if self._is_gone:
@@ -499,33 +500,34 @@ class _Peer:
             self._failed(line.is_refused, line.is_strange)
             return
         self._ended = line.said_farewell
-        self._short = self._short + 1 if time.monotonic() - line.since < _SHORT_SECONDS else 0
-        if self._ended or self._short < _MOST_SHORT:
+        is_short = time.monotonic() - line.since < _SHORT_SECONDS
+        self._short_links = self._short_links + 1 if is_short else 0
+        if self._ended or self._short_links < _MOST_SHORT:
             self.dial()
         else:
             self._dial_later()
 
     def _failed(self, refused: bool, strange: bool) -> None:
         if self._direct is None:
-            self._at = (self._at + 1) % len(self._addresses)
+            self._next_address = (self._next_address + 1) % len(self._addresses)
         if not (refused or strange):
-            self._noes = 0
+            self._refusals = 0
             self._dial_later()
             return
-        self._noes += 1
+        self._refusals += 1
         addresses = len(self._addresses) if self._direct is None else 1
         is_evidence = partial(self._links.is_evidence, self._node, self._host, self._direct)
-        if self._noes < (addresses if refused else 2 * addresses):
+        if self._refusals < (addresses if refused else 2 * addresses):
             self._dial_after(_AT_ONCE_SECONDS)
             return
-        if self._times is None and not is_evidence():
+        if self._since_report is None and not is_evidence():
             self._dial_later()
             return
-        self._is_gone, self._times = True, (self._times or 0) + 1
-        if self._times > _OFTEN:
+        self._is_gone, self._since_report = True, (self._since_report or 0) + 1
+        if self._since_report > _OFTEN:
             self._dial_later()
             return
-        if self._times == _TOLD_AGAIN:
+        if self._since_report == _TOLD_AGAIN:
             is_evidence()
         self._dial_after(_AGAIN_SECONDS)
 
@@ -537,9 +539,9 @@ class _Peer:
 
     def _dial_after(self, seconds: float) -> None:
         """Dial after ``seconds``; this replaces an earlier planned dial."""
-        self._turn += 1
-        turn = self._turn
-        self._listener.later(seconds, lambda: self.dial() if turn == self._turn else None)
+        self._planned += 1
+        planned = self._planned
+        self._listener.later(seconds, lambda: self.dial() if planned == self._planned else None)
 
 
 def _keep_alive(line: socket.socket) -> None:

@@ -85,7 +85,7 @@ class Refusal:
         rules, patience, more = self.node.rules, self.join_timeout, ""
         if rules.min_nodes < rules.max_nodes and patience <= rules.last_call_timeout:
             more = f"; last_call_timeout alone is {rules.last_call_timeout:g} s"
-        with suppress(OSError, RuntimeError):  # An exhausted host cannot look up the name.
+        with suppress(OSError):  # An exhausted host cannot look up the name.
             if rules.max_nodes > 1 and self.store_is_here():
                 more += (
                     "; the store is at loopback, so that other hosts have another one there: "

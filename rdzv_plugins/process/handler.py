@@ -145,7 +145,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             interval=rules.interval,
             lease=rules.lease,
             hint=settings.rank,
-            policy=settings.policy,
+            run_options=settings.run_options,
             domain=settings.domain if rules.minds_domains else None,
             lacks=lacking_version(address) if rules.max_nodes > 1 else 0,
             port=port if rules.network_check else 0,

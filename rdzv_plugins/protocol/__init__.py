@@ -87,6 +87,8 @@ Words:
 - *absent*: a participant of the running round that is gone and has not come back, in
   `Situation.absent`; the others are *present*. ``document.absent`` tells them to all nodes of a
   round that goes on without them (``restart_on_loss=false``).
+- *evicted*: a live participant that did not ask for the next round within ``rejoin_timeout``
+  (`Cause.evicted`). The document keeps it in ``still_running`` until its workers have ended.
 - *cut off*: a node takes itself for lost, because the store accepts no heartbeat of it, and stops
   its workers. Set by `Contact`; only the node itself and its agent read it.
 - *unfit*: its check failed, and it asks for no round. The node writes it into its record.

@@ -549,15 +549,15 @@ def _doubt(view: View, at: Situation) -> Action | None:
         return None
     if world.isdisjoint(fresh):
         return None
-    begins = not any(view.forgiven(node) for node in late)
-    nodes = sorted(node for node in late if view.forgiven(node) is None)
+    begins = not any(view.watched[node].forgiven for node in late)
+    nodes = sorted(node for node in late if not view.had_grace(node))
     return Doubt(tuple(nodes), begins, len(late), len(world)) if nodes else None
 
 
 def _is_fresh(view: View, node: str) -> bool:
     """Whether the node was not doubted yet, and has not been lost for long."""
     longest = view.lease_and_lag(node) + view.rules.shortest_outage
-    return view.forgiven(node) is None and view.confirmed_silence(node) < longest
+    return not view.had_grace(node) and view.confirmed_silence(node) < longest
 
 
 def _is_late(view: View, node: str, record: NodeRecord | None) -> bool:
@@ -603,15 +603,15 @@ def _leave_out_the_kept_out(view: View, at: Situation) -> Action | None:
 
 def _await_the_last_round(view: View, at: Situation) -> Action | None:
     """Exclusivity: wait until each node of the last round asks again, is gone, or is evicted."""
-    if not at.pending:
+    if not at.awaited:
         return None
     patience = rejoin_patience(view.rules, at.size)
-    gone = [node for node in at.previous_gone if node in at.awaited]
+    gone = [node for node in at.previous_gone if node in at.not_rejoined]
     if view.round_age >= patience:
         return Write(evicting(at, gone))
     if gone:
         return Write(without_the_gone(at, gone))
-    until = (_until_lease(view, at.pending), patience - view.round_age)
+    until = (_until_lease(view, at.awaited), patience - view.round_age)
     return Wait(min(seconds for seconds in until if seconds is not None), at.has_enough)
 
 
@@ -621,7 +621,7 @@ def _await_the_doubted(view: View, at: Situation) -> Action | None:
     unsure = [node for node in at.doubted if not full or node in previous]
     if not unsure:
         return None
-    if gone := [node for node in at.previous_gone if node in at.awaited]:
+    if gone := [node for node in at.previous_gone if node in at.not_rejoined]:
         return Write(without_the_gone(at, gone))
     return Wait(_until_lease(view, unsure), at.has_enough)
 

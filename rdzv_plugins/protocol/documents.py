@@ -431,10 +431,10 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             over.
         participants: ids in rank order; empty while the round forms, and if ``roster`` is set.
         previous: while the round forms, the participants of the last round that are not known to be
-            gone or ``evicted``, in their old rank order; empty if ``previous_roster`` is set.
+            gone or ``still_running``, in their old rank order; empty if ``previous_roster`` is set.
         roster, previous_roster: replace ``participants`` and ``previous`` if these are many.
         absent: participants that are gone from a running round that goes on without them.
-        evicted: live nodes whose workers may still run, and for which no round waits.
+        still_running: live nodes whose workers may still run, and for which no round waits.
         waiters: how many nodes waited when the document was written.
         cause: why the round forms; of a closed run, why it was closed.
         finishing: a participant's workers succeeded, so no newcomer is let in.
@@ -474,7 +474,7 @@ class RoundDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     roster: Shards | None = None
     previous_roster: Shards | None = None
     absent: Ids = ()
-    evicted: Ids = ()
+    still_running: Ids = ()
     waiters: Nodes = 0
     cause: Cause = Cause()
     finishing: bool = False
@@ -650,7 +650,7 @@ class NodeRecord(
         may_grow: its workers say that now is a good moment to let newcomers in.
         unfit: why it asks for no round: its check failed, or it gave up. It beats while it tries
             again.
-        policy: the run's options that are not at their defaults, as text.
+        run_options: the run's options that are not at their defaults, as text.
         domain: its domain, with "/" between levels; only if the run minds domains.
         port: the port of its listener for network checks; 0: none.
         link: the port of its listener for links; with one it may be accused. 0: none.
@@ -695,7 +695,7 @@ class NodeRecord(
     failed: bool = False
     may_grow: bool = False
     unfit: Text = ""
-    policy: Text = ""
+    run_options: Text = ""
     domain: Id | None = None
     port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
     link: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0

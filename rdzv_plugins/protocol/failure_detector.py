@@ -16,8 +16,9 @@ class Watched:
             observer began to watch.
         looked: when the observer last looked.
         stale: not looked at since an outage: the next beat may have been written before the outage.
-        forgiven: seconds of silence that do not count, see `FailureDetector.doubt`; 0: a lease of
-            grace was given instead; None: the node was never doubted.
+        had_grace: the node was doubted, or was given time after an outage. It is given no more time
+            until its next beat.
+        forgiven: seconds of silence that do not count, because the node was doubted.
         moved: the beat has moved since the window began, so the node lives.
         last: the last beat that was seen, even if the record is gone now; -1: none was.
         was_absent: the record was missing once since ``last``; a second absence begins no window.
@@ -27,7 +28,8 @@ class Watched:
     since: float
     looked: float
     stale: bool = False
-    forgiven: float | None = None
+    had_grace: bool = False
+    forgiven: float = 0.0
     moved: bool = False
     last: int = -1
     was_absent: bool = False
@@ -39,7 +41,7 @@ class Watched:
 
     def patience(self, lease_and_lag: float) -> float:
         """Seconds of silence after which the node is lost."""
-        return lease_and_lag + (self.forgiven or 0.0)
+        return lease_and_lag + self.forgiven
 
     def is_lost(self, lease_and_lag: float) -> bool:
         """Whether the node has been silent for its patience."""
@@ -71,9 +73,8 @@ class FailureDetector:
         seen = self._seen.get(node)
         last = beat if beat is not None else seen.last if seen is not None else -1
         if seen is None:
-            forgiven = 0.0 if now < self.grace_ends else None
             since = max(now, self.grace_ends)
-            self._seen[node] = Watched(beat, since, now, forgiven=forgiven, last=last)
+            self._seen[node] = Watched(beat, since, now, had_grace=since > now, last=last)
         elif beat == seen.beat or (seen.was_absent if beat is None else beat <= seen.last):
             # The same or a lower beat is no sign of life, because no node writes it again.
             # `RecordCache` decides whether a lower beat is believed.
@@ -85,22 +86,24 @@ class FailureDetector:
             # The store lost the record, perhaps with beats that were never seen here.
             moved = seen.moved or (beat is not None and seen.beat is not None)
             # A missing record is no sign of life.
-            since = now if beat is not None else max(seen.since, now)
-            forgiven = None if beat is not None else seen.forgiven
-            self._seen[node] = Watched(
-                beat, since, now, forgiven=forgiven, moved=moved, last=last, was_absent=beat is None
-            )
+            missing = beat is None
+            since = max(seen.since, now) if missing else now
+            new = Watched(beat, since, now, moved=moved, last=last, was_absent=missing)
+            if missing:
+                new.had_grace, new.forgiven = seen.had_grace, seen.forgiven
+            self._seen[node] = new
 
     def heard(self, node: str, now: float) -> None:
         """Note another write of the node, which proves that it lives like a beat does."""
         seen = self._seen.setdefault(node, Watched(None, now, now))
-        seen.since, seen.looked, seen.forgiven = max(seen.since, now), now, None
+        seen.since, seen.looked = max(seen.since, now), now
+        seen.had_grace, seen.forgiven = False, 0.0
 
     def doubt(self, nodes: Iterable[str]) -> None:
         """Forgive each node's silence so far, at most once until its next beat is seen."""
         for node in nodes:
-            if (seen := self._seen.get(node)) is not None and seen.forgiven is None:
-                seen.forgiven = max(0.0, seen.looked - seen.since)
+            if (seen := self._seen.get(node)) is not None and not seen.had_grace:
+                seen.had_grace, seen.forgiven = True, seen.silence
 
     def confirmed_silence(self, node: str) -> float:
         """See `Watched.silence`."""
@@ -143,7 +146,7 @@ class FailureDetector:
             if node != unless:
                 seen.since, seen.looked = max(seen.since, now + grace), now
                 seen.stale = seen.stale or grace > 0
-                seen.forgiven = 0.0 if grace or seen.since > now else None
+                seen.had_grace, seen.forgiven = grace > 0 or seen.since > now, 0.0
 
     def discount(self, seconds: float, now: float) -> None:
         """Shorten every window by ``seconds`` in which the observer could not reach the store."""

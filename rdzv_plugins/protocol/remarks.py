@@ -98,7 +98,7 @@ def _of_a_spare(view: View, document: RoundDocument) -> Iterator[Remark]:
     elif view.record.was_at_fault:
         why = "which is not ended for a node that failed its network check"
     elif not is_full(document, Sizes.of(view.rules)):
-        why = f"which lets newcomers in later ({view.record.policy})"
+        why = f"which lets newcomers in later ({view.record.run_options})"
     yield (
         "spare",
         (document.incarnation, document.round),
@@ -154,12 +154,12 @@ def _of_other_nodes(view: View, document: RoundDocument) -> Iterator[Remark]:
                 f"{record.lease:g} s, this node every {rules.interval:g} s with one of "
                 f"{rules.lease:g} s: set keep_alive_interval and keep_alive_max_attempt alike",
             )
-        if record.policy != view.record.policy:
+        if record.run_options != view.record.run_options:
             yield (
                 "settings",
-                record.policy,
-                f"{record.label} has {record.policy or 'no such option'} in --rdzv-conf, this "
-                f"node {view.record.policy or 'none'}: set them alike on all nodes, for only "
+                record.run_options,
+                f"{record.label} has {record.run_options or 'no such option'} in --rdzv-conf, this "
+                f"node {view.record.run_options or 'none'}: set them alike on all nodes, for only "
                 "those of the node that leads have an effect",
             )
 

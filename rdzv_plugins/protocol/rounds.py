@@ -59,7 +59,7 @@ def next_round(
         participants=(),
         previous=without(document.participants, (*gone, *out)),
         absent=(),
-        evicted=_evicted_with(document, view.records or {}, out),
+        still_running=_still_running_with(document, view.records or {}, out),
         waiters=waiters,
         finishing=False,
         cause=cause,
@@ -73,7 +73,7 @@ def caught_up(at: Situation) -> RoundDocument | None:
     """The document with rounds and nodes that a forgetful store lost; None: it lacks none."""
     document, records = at.document, at.records
     strays = {node for node in at.live if _may_run(document, records[node])}
-    strays -= {*document.previous, *document.evicted}
+    strays -= {*document.previous, *document.still_running}
     highest = max((round_in(document, records[node]) for node in at.live), default=-1)
     if not strays and highest < document.round:
         return None
@@ -99,9 +99,9 @@ def evicting(at: Situation, gone: Iterable[str]) -> RoundDocument:
     cause = amended(document.cause, records, gone, at.by_accusation)
     return replace(
         document,
-        previous=without(document.previous, (*at.pending, *gone)),
-        evicted=(*document.evicted, *at.pending),
-        cause=cause.plus(evicted=labels(records, at.pending)),
+        previous=without(document.previous, (*at.awaited, *gone)),
+        still_running=(*document.still_running, *at.awaited),
+        cause=cause.plus(evicted=labels(records, at.awaited)),
     )
 
 
@@ -111,7 +111,7 @@ def leaving_out(at: Situation, out: Collection[str]) -> RoundDocument:
     return replace(
         document,
         previous=without(document.previous, out),
-        evicted=_evicted_with(document, records, out),
+        still_running=_still_running_with(document, records, out),
         cause=naming(document.cause, at, out),
     )
 
@@ -164,15 +164,17 @@ def naming_participants(at: Situation) -> RoundDocument:
         spares = [records[node].label for node in newcomers if node not in taken]
         cause = replace(cause, joined=cause.joined.without(spares))
         cause = cause.plus(joined=[records[node].label for node in newcomers if node in taken])
-    still_run = tuple(
-        node for node in document.evicted if node in at.live and records[node].status is Status.RUN
+    still_running = tuple(
+        node
+        for node in document.still_running
+        if node in at.live and records[node].status is Status.RUN
     )
     return replace(
         document,
         phase=Phase.CONFIRMING,
         participants=chosen,
         previous=(),
-        evicted=still_run,
+        still_running=still_running,
         waiters=len(ready) + len(at.not_admitted) - len(chosen),
         cause=cause,
         grew=document.round if taken - old else document.grew,
@@ -235,9 +237,9 @@ def amended(
     return cause.because(dict(sorted(unfit.items()))).with_accusers(dict(sorted(ended.items())))
 
 
-def _evicted_with(
+def _still_running_with(
     document: RoundDocument, records: Mapping[str, NodeRecord], out: Iterable[str]
 ) -> tuple[str, ...]:
-    """The evicted nodes, and the ``out`` nodes that may still run."""
+    """``still_running``, and the ``out`` nodes that may still run."""
     fresh = (node for node in out if node not in records or not records[node].is_over)
-    return (*document.evicted, *without(fresh, document.evicted))
+    return (*document.still_running, *without(fresh, document.still_running))

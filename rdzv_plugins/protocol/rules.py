@@ -19,7 +19,7 @@ from rdzv_plugins.protocol.failure_detector import Watched
 INLINE = 128
 """See `Rules.inline`."""
 
-_IN_POLICY = re.compile(r"(?:^|,)(\w+)=([\w.]{1,20})(?=,|$)")
+_IN_OPTIONS = re.compile(r"(?:^|,)(\w+)=([\w.]{1,20})(?=,|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Rules:
             interval=leader.interval if leader is not None else 0.0,
             last_call_timeout=0.0,
         )
-        for name, text in _IN_POLICY.findall(leader.policy if leader is not None else ""):
+        for name, text in _IN_OPTIONS.findall(leader.run_options if leader is not None else ""):
             if name not in _OPTIONS:
                 continue
             try:
@@ -247,10 +247,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         seen = self.watched.get(node)
         return self.now - seen.since if seen is not None else 0.0
 
-    def forgiven(self, node: str) -> float | None:
-        """See `Watched.forgiven`; None also for a node that is not watched."""
+    def had_grace(self, node: str) -> bool:
+        """See `Watched.had_grace`."""
         seen = self.watched.get(node)
-        return seen.forgiven if seen is not None else None
+        return seen is not None and seen.had_grace
 
     def moved(self, node: str) -> bool:
         """See `Watched.moved`."""

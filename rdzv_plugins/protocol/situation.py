@@ -161,7 +161,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     # While a round forms.
 
     @derived
-    def awaited(self) -> frozenset[str]:
+    def not_rejoined(self) -> frozenset[str]:
         """Participants of the last round that have not asked for this round. Rule: exclusivity."""
         document, records = self.document, self.records
         return frozenset(
@@ -176,23 +176,28 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return [node for node in self.document.previous if self.is_gone(node)]
 
     @derived
-    def pending(self) -> tuple[str, ...]:
+    def awaited(self) -> tuple[str, ...]:
         """Live participants of the last round for which this round waits."""
-        if not self.awaited:
+        if not self.not_rejoined:
             return ()
         gone = {*self.previous_gone}
         return tuple(
-            node for node in self.document.previous if node in self.awaited and node not in gone
+            node
+            for node in self.document.previous
+            if node in self.not_rejoined and node not in gone
         )
 
     @derived
     def asking(self) -> set[str]:
         """Live nodes that ask for the round, including nodes that are kept out."""
-        document, awaited = self.document, self.awaited
+        document, not_rejoined = self.document, self.not_rejoined
         return {
             node
             for node, record in self.records.items()
-            if record.asks and fits(record, document) and node in self.live and node not in awaited
+            if record.asks
+            and fits(record, document)
+            and node in self.live
+            and node not in not_rejoined
         }
 
     @derived

@@ -50,7 +50,7 @@ class Sizes:
         return self.max_nodes - self.max_nodes % self.step
 
     @property
-    def policy(self) -> str:
+    def constraints(self) -> str:
         """The options that may keep nodes waiting, for people; "": none."""
         options = {"node_unit": self.node_unit, "segment": self.segment}
         return " and ".join(f"{name}={value}" for name, value in options.items() if value > 1)
@@ -60,7 +60,7 @@ class Sizes:
         if self.least > self.most:
             raise ValueError(
                 f"--nnodes={self.min_nodes}:{self.max_nodes} allows no multiple of {self.step} "
-                f"nodes, as {self.policy} demands: change one of them"
+                f"nodes, as {self.constraints} demands: change one of them"
             )
 
 

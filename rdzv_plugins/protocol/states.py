@@ -104,7 +104,7 @@ def state_of(
         (beats and silent, State.SILENT),
         (record.is_unfit, State.UNFIT),
         (out and node in document.drained, State.DRAINED),
-        (out and node in document.evicted and not asks, State.EVICTED),
+        (out and node in document.still_running and not asks, State.EVICTED),
         (excluded, State.EXCLUDED),
         (asks and (joins or node in document.ranks), State.JOINING),
         (asks, State.WAITING),
@@ -124,5 +124,5 @@ def _before_the_first(record: NodeRecord) -> RoundDocument:
 def _is_left_behind(document: RoundDocument, node: str, record: NodeRecord) -> bool:
     """Whether the leader has called the node lost, and its record has not changed since."""
     ran = record.status is Status.RUN and record.incarnation == document.incarnation
-    known = document.is_whole and not document.names(node) and node not in document.evicted
+    known = document.is_whole and not document.names(node) and node not in document.still_running
     return ran and known and record.round < document.round

@@ -263,15 +263,15 @@ def _forming(at: Situation, known: _Known) -> Diagnosis:
         return Diagnosis(
             does=does, lost=cause.lost, left=cause.left, seconds=known.join, limit=_TO_JOIN
         )
-    needs = max(needed(at.ready, at.records, at.sizes), len(at.pending))
+    needs = max(needed(at.ready, at.records, at.sizes), len(at.awaited))
     here = f"{ready} of {_nnodes(document)}"
     if needs > 0:
         return _too_few(at, known, needs, here)
     if at.size >= at.sizes.most:
         return Diagnosis(does=f"{here} nodes are here: their round begins", since=known.since)
-    does, policy = f"enough nodes ({here})", at.sizes.policy
+    does, units = f"enough nodes ({here})", at.sizes.constraints
     if at.size < ready:
-        does += f": {policy} {'let' if ' and ' in policy else 'lets'} {at.size} of them in"
+        does += f": {units} {'let' if ' and ' in units else 'lets'} {at.size} of them in"
     return Diagnosis(
         does=does,
         lost=_lost(at),
@@ -293,14 +293,14 @@ def _too_few(at: Situation, known: _Known, needs: int, here: str) -> Diagnosis:
         left = at.document.cause.left.plus(ended).without(unfit)
         silent = _NOBODY if known.leads else _NOBODY.plus(labels(records, at.doubted))
     more = needed(at.ready, records, sizes)
-    demands = f", as {sizes.policy} demands" if more > max(0, sizes.min_nodes - ready) else ""
+    demands = f", as {sizes.constraints} demands" if more > max(0, sizes.min_nodes - ready) else ""
     limits = [(known.join, _TO_JOIN)]
-    if at.pending and known.rejoin is not None:
+    if at.awaited and known.rejoin is not None:
         limits.append((known.rejoin, "to rejoin_timeout"))
     seconds, limit = min(limits, key=lambda item: float("inf") if item[0] is None else item[0])
     return Diagnosis(
         does=f"waiting for {_count(needs)}: {here} {'is' if ready == 1 else 'are'} here{demands}",
-        absent=_NOBODY.plus(labels(records, at.pending)),
+        absent=_NOBODY.plus(labels(records, at.awaited)),
         lost=_lost(at),
         left=left,
         silent=silent,
@@ -356,8 +356,8 @@ def _running(at: Situation, known: _Known) -> Diagnosis:
     word = "waiting" if at.room > 0 and not document.finishing else "spare"
     plural = "s" if word == "spare" and spares > 1 else ""
     held = known.hold if word == "waiting" and at.growth > 0 else None
-    if word == "waiting" and not at.growth and at.sizes.policy:
-        word = f"waiting for {at.sizes.policy}"
+    if word == "waiting" and not at.growth and at.sizes.constraints:
+        word = f"waiting for {at.sizes.constraints}"
     why = f" ({held.why})" if held is not None and held.why else ""
     does += f", {len(document.absent)} of them gone" if document.absent else ""
     does += f", {len(at.done)} of them done" if at.done else ""
@@ -374,8 +374,8 @@ def _waiting_for_the_next(at: Situation, known: _Known) -> Diagnosis:
     if document.all_absent:
         runs = "has lost all its nodes"
     does = f"waiting for the next round: round {document.round} {runs}{_led(document, known)}"
-    if sizes.policy and document.size < sizes.most:
-        does += f", which lets more in as {sizes.policy} demands"
+    if sizes.constraints and document.size < sizes.most:
+        does += f", which lets more in as {sizes.constraints} demands"
     return Diagnosis(does=does, seconds=known.join, limit=_TO_JOIN)
 
 
@@ -394,8 +394,8 @@ _BY_PHASE: dict[Phase, _Says] = {
 
 def _held(at: Situation) -> Reason:
     """The options that may hold newcomers back, from the record of the round's first node."""
-    policies = (at.records[node].policy for node in at.document.ranks if node in at.records)
-    options = next(policies, "").split(",")
+    written = (at.records[node].run_options for node in at.document.ranks if node in at.records)
+    options = next(written, "").split(",")
     return Reason(", ".join(it for it in options if it.partition("=")[0] in GROWTH))
 
 

@@ -241,7 +241,7 @@ class Settings:
         return self.ports[: _PORTS_OF_MASTER - 1 : -1] or self.ports
 
     @property
-    def policy(self) -> str:
+    def run_options(self) -> str:
         """The options of the run that are not at their defaults, as in ``--rdzv-conf``."""
         return ",".join(
             f"{item.name}={getattr(self, item.name)}"

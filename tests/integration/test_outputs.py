@@ -122,7 +122,7 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
     "closed": lambda it: {"document": replace(CLOSED, cause=Cause(note=it))},
     "host": lambda it: {"record": replace(RECORD, address=it)},
     "domain": lambda it: {"record": replace(RECORD, domain=it)},
-    "policy": lambda it: {"record": replace(RECORD, policy=it)},
+    "run_options": lambda it: {"record": replace(RECORD, run_options=it)},
     "row": lambda it: {"row": replace(ROW, reason=it)},
     "row's time": lambda it: {
         "row": replace(

@@ -1140,7 +1140,7 @@ class Checker:
     def _judge_evictions(
         self, node: str, track: Track, before: RoundDocument, after: RoundDocument
     ) -> None:
-        evicted = {*after.evicted} - {*before.evicted}
+        evicted = {*after.still_running} - {*before.still_running}
         if not evicted or not after.is_of(before):
             return
         for person in evicted:
@@ -1571,7 +1571,7 @@ def _declared_lost(
     else:
         out = {*before.previous} - {*after.previous, *after.participants}
         out |= {*after.absent} - {*before.absent}
-    out -= {*after.evicted}
+    out -= {*after.still_running}
     return sorted(
         node
         for node in out

@@ -792,7 +792,7 @@ def no_memory(patch: Patch) -> None:
 )
 def strays_unseen(patch: Patch) -> None:
     def blind(view: View, document: RoundDocument) -> View:
-        known = {*document.previous, *document.evicted, view.me}
+        known = {*document.previous, *document.still_running, view.me}
         records = {
             node: it
             for node, it in (view.records or {}).items()
@@ -1590,7 +1590,7 @@ def closes_without_its_rank(patch: Patch) -> None:
 )
 def no_doubt(patch: Patch) -> None:
     def sure(view: View, document: RoundDocument) -> View:
-        return _watching(view, lambda node, it: {"forgiven": it.forgiven or 0.0})
+        return _watching(view, lambda node, it: {"had_grace": True})
 
     patch.leaders_view(sure)
 

@@ -84,9 +84,11 @@ class TestSizes:
 
     def test_somebody_else_reads_them_in_the_leaders_record(self) -> None:
         policy = "restart_on_loss=False,node_unit=4,rank_order=topology,segment=2"
-        told = Sizes.as_stored(FORMING, record("n1", policy=policy))
+        told = Sizes.as_stored(FORMING, record("n1", run_options=policy))
         assert told == Sizes(2, 3, node_unit=4, segment=2)
-        assert Sizes.as_stored(FORMING, record("n1", policy="node_unit=x,segment=0")) == Sizes(2, 3)
+        assert Sizes.as_stored(FORMING, record("n1", run_options="node_unit=x,segment=0")) == Sizes(
+            2, 3
+        )
         assert Sizes.as_stored(FORMING, None) == Sizes(2, 3)
 
 
@@ -298,7 +300,7 @@ class TestRunning:
         assert isinstance(decide(replace(found, rules=replace(RULES, max_nodes=6))), Wait)
 
     def test_a_spare_says_why_it_waits(self) -> None:
-        me = record("n3", Status.SPARE, min_nodes=2, max_nodes=6, policy="node_unit=2")
+        me = record("n3", Status.SPARE, min_nodes=2, max_nodes=6, run_options="node_unit=2")
         found = view(me, self.NOW, rules=self.RULES, leader=running("n1", self.NOW))
         ((_, _, text, *_),) = [it for it in remarks(found) if it[0] == "spare"]
         assert text.startswith(

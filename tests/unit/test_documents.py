@@ -104,7 +104,7 @@ def documents(draw: st.DrawFn) -> RoundDocument:
         roster=roster,
         previous_roster=draw(SHARDS),
         absent=draw(PEOPLE),
-        evicted=draw(PEOPLE),
+        still_running=draw(PEOPLE),
         waiters=draw(NUMBERS),
         cause=draw(CAUSES),
         finishing=draw(st.booleans()),

@@ -174,24 +174,25 @@ class TestTheDetector:
         detector = FailureDetector()
         detector.observe("n1", 1, 0.0, 0.0)
         detector.observe("n1", 1, 3.0, 3.0)
-        assert detector.watched["n1"].forgiven is None
+        assert not detector.watched["n1"].had_grace
         detector.doubt(["n1", "unknown"])
         detector.observe("n1", 1, 4.0, 4.0)
         detector.doubt(["n1"])
         assert detector.watched["n1"].forgiven == 3.0
         detector.observe("n1", 2, 5.0, 5.0)
-        assert detector.watched["n1"].forgiven is None
+        assert not detector.watched["n1"].had_grace
 
     def test_grace_after_an_outage_is_what_a_doubt_would_give(self) -> None:
         detector = FailureDetector()
         detector.observe("n1", 1, 0.0, 0.0)
         detector.restart(5.0, 3.0)
         detector.observe("n2", 1, 6.0, 6.0)
-        assert detector.watched["n1"].forgiven == detector.watched["n2"].forgiven == 0.0
+        assert detector.watched["n1"].had_grace
+        assert detector.watched["n2"].had_grace
         detector.restart(6.0)
-        assert detector.watched["n1"].forgiven == 0.0
+        assert detector.watched["n1"].had_grace
         detector.observe("n3", 1, 9.0, 9.0)
-        assert detector.watched["n3"].forgiven is None
+        assert not detector.watched["n3"].had_grace
 
     def test_a_record_that_is_gone_is_no_beat(self) -> None:
         detector = FailureDetector()
@@ -238,12 +239,12 @@ def heir(time: Time, silence: float, late: float = 0.0) -> Observer:
 class TestATakeOver:
     def test_a_node_that_fell_silent_with_the_leader_has_had_a_lease(self, time: Time) -> None:
         made = heir(time, RULES.lease)
-        assert made.liveness.watched["n3"].forgiven == 0.0
-        assert made.liveness.watched["n1"].forgiven is None
+        assert made.liveness.watched["n3"].had_grace
+        assert not made.liveness.watched["n1"].had_grace
         assert made.is_lost("n1")
 
     def test_a_leader_that_only_did_not_list_tells_nothing_of_the_others(self, time: Time) -> None:
-        assert heir(time, RULES.lease / 2).liveness.watched["n3"].forgiven is None
+        assert not heir(time, RULES.lease / 2).liveness.watched["n3"].had_grace
 
     def test_a_slow_heir_gives_the_leader_one_more_lease(self, time: Time) -> None:
         made = heir(time, RULES.lease + 0.5, late=1.0)

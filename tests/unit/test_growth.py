@@ -121,7 +121,7 @@ class TestWhatIsSaid:
     def test_an_observer_names_the_options(self) -> None:
         records = dict(leads().records or {})
         policy = "rank_order=stable,grow=never,min_uptime=60.0"
-        records["n1"] = replace(records["n1"], policy=policy)
+        records["n1"] = replace(records["n1"], run_options=policy)
         said = "running round 4, 2 of 2..4 nodes, 1 waiting (grow=never, min_uptime=60.0)"
         assert str(diagnose(NOW, records)) == said
 

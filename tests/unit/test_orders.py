@@ -57,15 +57,15 @@ class TestTheLeader:
     def test_a_drained_participant_is_out_in_a_round_begun_now(self) -> None:
         after = written(lead(replace(NOW, drained=("n3",)), {}))
         assert (after.round, after.phase) == (5, Phase.FORMING)
-        assert (after.previous, after.evicted) == (("n1", "n2"), ("n3",))
+        assert (after.previous, after.still_running) == (("n1", "n2"), ("n3",))
         assert after.reason == "drained n3[1]"
 
     def test_nobody_waits_for_a_drained_node_to_stop(self) -> None:
-        forming = replace(FORMING, previous=("n1", "n2"), evicted=("n3",), drained=("n3",))
+        forming = replace(FORMING, previous=("n1", "n2"), still_running=("n3",), drained=("n3",))
         others = joining("n1", "n2", round_=4) | {"n3": running("n3", NOW)}
         named = written(lead(forming, others, enough_for=5.0))
         assert named.participants == ("n1", "n2")
-        assert named.evicted == ("n3",)
+        assert named.still_running == ("n3",)
 
     def test_a_drained_node_is_in_no_later_round(self) -> None:
         forming = replace(FORMING, previous=("n1", "n2"), drained=("n3",))
@@ -78,7 +78,7 @@ class TestTheLeader:
     def test_a_node_drained_while_the_round_forms_is_left_out(self) -> None:
         forming = replace(FORMING, drained=("n3",))
         after = written(lead(forming, joining("n1", "n2", round_=4) | {"n3": running("n3", NOW)}))
-        assert (after.round, after.previous, after.evicted) == (5, ("n1", "n2"), ("n3",))
+        assert (after.round, after.previous, after.still_running) == (5, ("n1", "n2"), ("n3",))
         assert after.reason == "drained n3[1]"
 
     def test_a_node_drained_while_the_round_is_confirmed_ends_it(self) -> None:
@@ -93,7 +93,7 @@ class TestTheLeader:
     def test_a_drained_node_that_is_lost_is_called_lost(self) -> None:
         after = written(lead(replace(NOW, drained=("n3",)), {}, silent={"n3": 3.0}))
         assert after.reason == "lost n3[1]: lease ran out"
-        assert not after.evicted
+        assert not after.still_running
 
     def test_a_node_that_is_done_is_not_drained(self) -> None:
         done = replace(running("n3", NOW), status=Status.DONE)
@@ -116,7 +116,7 @@ class TestTheLeader:
 
     def test_the_oldest_that_have_ended_are_forgotten(self) -> None:
         many = tuple(f"d{n}" for n in range(70))
-        forming = replace(FORMING, previous=("n1", "n2"), drained=many, evicted=("d1",))
+        forming = replace(FORMING, previous=("n1", "n2"), drained=many, still_running=("d1",))
         others = joining("n1", "n2", round_=4)
         others |= {"d0": record("d0", Status.LEFT), "d1": record("d1", Status.RUN, 4)}
         named = written(lead(forming, others, enough_for=5.0))
@@ -156,7 +156,7 @@ EXCLUDED = replace(NOW, excluded=(BAD,))
 class TestExclusion:
     def test_a_participant_of_an_excluded_host_is_out_as_a_drained_one_is(self) -> None:
         after = written(lead(EXCLUDED, {}, wall=99.0))
-        assert (after.previous, after.evicted) == (("n1", "n2"), ("n3",))
+        assert (after.previous, after.still_running) == (("n1", "n2"), ("n3",))
         assert after.reason == "excluded n3[1]: ECC errors"
 
     def test_an_excluded_node_is_let_in_again_when_the_exclusion_ends(self) -> None:
@@ -408,7 +408,7 @@ class TestTheCommands:
 
     def test_units_count(self) -> None:
         store = Commands()
-        leader = replace(running("n1", NOW), policy="node_unit=3")
+        leader = replace(running("n1", NOW), run_options="node_unit=3")
         store.client.put(NODES_PREFIX + "n1", leader.encode())
         given = store.give(drain("rdzv", ["n2"], lambda: 0.0))
         assert (given.left, given.size, given.lacks, given.stops) == (3, 3, 0, False)

@@ -100,7 +100,9 @@ class TestQuestions:
         assert at.ready is at.asking
 
     def test_others_know_the_options_by_the_leaders_record(self) -> None:
-        leader = record("n1", policy="node_unit=4,grow=checkpoint,segment=0x,min_uptime=5.0,x=1")
+        leader = record(
+            "n1", run_options="node_unit=4,grow=checkpoint,segment=0x,min_uptime=5.0,x=1"
+        )
         told = Rules.as_stored(document(Phase.FORMING), leader)
         assert (told.node_unit, told.segment) == (4, 1)
         assert (told.grow, told.min_uptime) == ("checkpoint", 5.0)

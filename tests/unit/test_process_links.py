@@ -161,7 +161,7 @@ class Watcher:
     @property
     def dials(self) -> int:
         """How many times it was refused since it was told of that."""
-        return self.links._peers[PEER]._times or 0
+        return self.links._peers[PEER]._since_report or 0
 
     def breaks(self) -> None:
         """Its link, at its own end."""

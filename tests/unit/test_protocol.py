@@ -473,21 +473,21 @@ class TestEviction:
 
     def test_a_node_that_does_not_ask_is_left_out_and_named(self) -> None:
         after = written(self.lead(100.0))
-        assert (after.previous, after.evicted) == (("n1", "n3"), ("n2",))
+        assert (after.previous, after.still_running) == (("n1", "n3"), ("n2",))
         assert after.cause.evicted.first == ("n2[1]",)
         assert "left out" in after.reason
 
     def test_a_tenth_is_enough_where_the_others_fill_the_round(self) -> None:
         assert self.lead(9.0, "n4") == Wait(1.0, True)
-        assert written(self.lead(10.0, "n4")).evicted == ("n2",)
+        assert written(self.lead(10.0, "n4")).still_running == ("n2",)
 
     def test_whoever_died_meanwhile_is_lost_and_not_left_out(self) -> None:
         after = written(self.lead(50.0, watched=watching({"n2": 30.0})))
         assert after.cause.lost.first == ("n2[1]",)
-        assert not after.evicted
+        assert not after.still_running
 
     def test_an_evicted_node_is_no_stray_afterwards(self) -> None:
-        now = replace(self.FORMING, previous=("n1", "n3"), evicted=("n2",))
+        now = replace(self.FORMING, previous=("n1", "n3"), still_running=("n2",))
         everybody = joining("n1", "n3", round_=3)
         everybody["n2"] = running("n2", document(Phase.RUNNING, round_=3))
         named = written(decide(view(everybody["n1"], now, everybody, enough_for=9.0)))

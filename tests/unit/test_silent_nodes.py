@@ -183,7 +183,7 @@ class TestWedgedAgent:
         wedged.ask()
         crowd.play_until(lambda: len(wedged.given) > 1, 30.0)
         assert set(crowd.document.participants) == {"n1", "n2", "n3"}
-        assert not crowd.document.evicted
+        assert not crowd.document.still_running
 
     def test_it_is_waited_for_a_tenth_of_that_where_a_spare_takes_its_place(self) -> None:
         crowd = Crowd()

@@ -16,9 +16,9 @@ BACK = joining("n1", "n2", round_=4)
 FORMING = (
     "kept_out",
     "live",
-    "awaited",
+    "not_rejoined",
     "previous_gone",
-    "pending",
+    "awaited",
     "asking",
     "ready",
     "size",
@@ -38,7 +38,7 @@ def of_both(
 
 
 @pytest.mark.parametrize(
-    ("records", "silent", "awaited", "size"),
+    ("records", "silent", "not_rejoined", "size"),
     [
         (BACK | {"n3": running("n3", RAN)}, (), {"n3"}, 2),
         (BACK | {"n3": running("n3", RAN)}, ("n3",), {"n3"}, 2),
@@ -50,10 +50,10 @@ def of_both(
     ids=["works", "lost", "left", "asks", "without a record", "replaced"],
 )
 def test_while_a_round_forms(
-    records: dict[str, NodeRecord], silent: tuple[str, ...], awaited: set[str], size: int
+    records: dict[str, NodeRecord], silent: tuple[str, ...], not_rejoined: set[str], size: int
 ) -> None:
     inside, outside = of_both(FORMS, records, silent)
-    assert inside.awaited == awaited
+    assert inside.not_rejoined == not_rejoined
     assert inside.size == size
     assert {it: getattr(inside, it) for it in FORMING} == {
         it: getattr(outside, it) for it in FORMING

@@ -71,10 +71,10 @@ AT = 1_790_000_000  # 14:13:20 UTC
         # It was in the round that ended, and the leader waits for it or has found it lost.
         (FORMING, "n1", RUNS, "running"),
         (replace(FORMING, previous=("n2",)), "n1", RUNS, "lost"),
-        (replace(FORMING, previous=("n2",), evicted=("n1",)), "n1", RUNS, "evicted"),
+        (replace(FORMING, previous=("n2",), still_running=("n1",)), "n1", RUNS, "evicted"),
         (replace(FORMING, previous=("n2",), drained=("n1",)), "n1", replace(RUNS), "lost"),
         (
-            replace(FORMING, previous=("n2",), drained=("n1",), evicted=("n1",)),
+            replace(FORMING, previous=("n2",), drained=("n1",), still_running=("n1",)),
             "n1",
             RUNS,
             "drained",

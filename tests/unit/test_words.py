@@ -182,7 +182,7 @@ class TestUnitsAndSegments:
         more: dict[str, object] = {"participants": tuple(members)} if runs else {}
         now = document(phase, 3, "m0" if runs else "n0", min_nodes=4, max_nodes=16, **more)
         records = {
-            name: replace(it, domain=rack, policy=policy, min_nodes=4, max_nodes=16)
+            name: replace(it, domain=rack, run_options=policy, min_nodes=4, max_nodes=16)
             for name, it, rack in [
                 *(
                     (name, running(name, now), rack)

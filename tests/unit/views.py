@@ -55,7 +55,12 @@ def watching(
     excused = forgiven or {}
     return {
         node: Watched(
-            1, -silent.get(node, 0.0), 0.0, forgiven=excused.get(node), moved=node in moved
+            1,
+            -silent.get(node, 0.0),
+            0.0,
+            had_grace=node in excused,
+            forgiven=excused.get(node, 0.0),
+            moved=node in moved,
         )
         for node in {*silent, *excused, *moved}
     }
