@@ -133,24 +133,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         node_id = secrets.token_hex(8)
         self._listener = open_listener(node_id, address, run_id, rules, settings)
         port = self._listener.port if self._listener is not None else 0
-        record = NodeRecord(
-            address=address,
-            names=tuple("" if name == address else name for name in names),
-            pid=os.getpid(),
-            beat=0,
-            status=Status.JOIN,
-            round=-1,
-            min_nodes=rules.min_nodes,
-            max_nodes=rules.max_nodes,
-            interval=rules.interval,
-            lease=rules.lease,
-            hint=settings.rank,
-            run_options=settings.run_options,
-            domain=settings.domain if rules.minds_domains else None,
-            lacks=lacking_version(address) if rules.max_nodes > 1 else 0,
-            port=port if rules.network_check else 0,
-            link=port if rules.answer_timeout is not None else 0,
-        )
+        record = _first_record(address, names, rules, settings, port)
         self._steps = Steps(lambda text: self._log.warning(text), rules.save_timeout)
         self._node = Node(
             node_id,
@@ -178,19 +161,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._report = Report(run_id, self._node, client.name, settings, self._log)
             self._client = client = self._report.measured(client)
             self._watchers.append(self._report.watch)
-        self._links: Links | None = None
-        if self._listener is not None and rules.answer_timeout is not None:
-            neighbours = self._node.neighbours
-            self._links = Links(
-                self._listener,
-                run_id,
-                node_id,
-                address,
-                neighbours.report_dead,
-                neighbours.report_alive,
-                neighbours.report_others,
-                self._log.warning,
-            )
+        self._links = self._make_links()
         self._driver = Driver(
             self._node,
             client,
@@ -222,6 +193,22 @@ class StoreRendezvousHandler(RendezvousHandler):
                 f"the run id is '{run_id}', torch's default: every job on this store that has none "
                 "is in the same run. Give each job an --rdzv-id of its own"
             )
+
+    def _make_links(self) -> Links | None:
+        """Links to this node's neighbours in a round; None: leases alone decide who is lost."""
+        if self._listener is None or self._node.rules.answer_timeout is None:
+            return None
+        neighbours = self._node.neighbours
+        return Links(
+            self._listener,
+            self._run_id,
+            self._node.id,
+            self._node.record.address,
+            neighbours.report_dead,
+            neighbours.report_alive,
+            neighbours.report_others,
+            self._log.warning,
+        )
 
     def get_backend(self) -> str:
         return self._client.name
@@ -278,24 +265,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         rank, world_size = document.ranks[self._node.id], document.size
         joined = f"has joined round {document.round}, as rank {rank} in a world of {world_size}, of"
         self._events.joins(joined, rank)
-        # Workers get neither passwords nor torchrun's options.
-        withholds = self._handed_down is None
-        self._handed_down = hand_down(
-            CurrentRound(
-                run_id=self._run_id,
-                round=document.round,
-                world_id=document.world_id,
-                # A worker with megabytes in its environment could not start.
-                cause=plain(document.reason),
-                spares=document.waiters,
-                domain=self._settings.domain,
-                fencing_token=document.fencing_token,
-                steps_file=self._steps.begin(document.world_id),
-                agent=self._pid,
-            )
-        )
-        if withholds:
-            withhold()
+        self._hand_down(document)
         address, _, port = (document.master or "").rpartition(":")
         if (
             self._run_id == _DEFAULT_RUN_ID
@@ -318,6 +288,26 @@ class StoreRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(
             self._store, rank, world_size, RendezvousStoreInfo(address, int(port))
         )
+
+    def _hand_down(self, document: RoundDocument) -> None:
+        """Give the workers the round, but neither passwords nor torchrun's options."""
+        withholds = self._handed_down is None
+        self._handed_down = hand_down(
+            CurrentRound(
+                run_id=self._run_id,
+                round=document.round,
+                world_id=document.world_id,
+                # A worker with megabytes in its environment could not start.
+                cause=plain(document.reason),
+                spares=document.waiters,
+                domain=self._settings.domain,
+                fencing_token=document.fencing_token,
+                steps_file=self._steps.begin(document.world_id),
+                agent=self._pid,
+            )
+        )
+        if withholds:
+            withhold()
 
     def _try_to_reach(self, document: RoundDocument, address: str) -> None:
         """Plan the warning about other hosts that this node's workers will not reach."""
@@ -714,6 +704,30 @@ class StoreRendezvousHandler(RendezvousHandler):
         latest = self._node.latest
         before = latest.master.rpartition(":")[2] if latest and latest.master else ""
         return self._masters.open(world_id, before, for_workers=not self.use_agent_store)
+
+
+def _first_record(
+    address: str, names: tuple[str, ...], rules: Rules, settings: Settings, port: int
+) -> NodeRecord:
+    """This node's record before its first join; ``port``: of its listener, 0: it has none."""
+    return NodeRecord(
+        address=address,
+        names=tuple("" if name == address else name for name in names),
+        pid=os.getpid(),
+        beat=0,
+        status=Status.JOIN,
+        round=-1,
+        min_nodes=rules.min_nodes,
+        max_nodes=rules.max_nodes,
+        interval=rules.interval,
+        lease=rules.lease,
+        hint=settings.rank,
+        run_options=settings.run_options,
+        domain=settings.domain if rules.minds_domains else None,
+        lacks=lacking_version(address) if rules.max_nodes > 1 else 0,
+        port=port if rules.network_check else 0,
+        link=port if rules.answer_timeout is not None else 0,
+    )
 
 
 def _tell_of_retries(client: KeyValueClient, driver: Driver) -> None:
