@@ -729,6 +729,7 @@ def test_misspelt_variable(redis: RunningStore, monkeypatch: Patch) -> None:
         (("-c", "prefix=/x"), "options", "option 'prefix'"),
         (("-c", "ca_file=/nowhere,tls=true"), "store", "ca_file '/nowhere' cannot be used"),
         (("-c", "handler=torch,rank=1"), "options", "handler=torch has no rank"),
+        (("-c", "outage_limit=60"), "options", "'outage_limit' has a meaning with on_outage=stop"),
         (("--nnodes", "4:2"), "nnodes", "--nnodes '4:2' is neither N nor MIN:MAX"),
         (("--peers", "a:b"), "peers", "--peers: 'a:b' is neither host nor host:port"),
         (("-e", "mysql://h"), "store", "starts with 'mysql://'"),

@@ -138,10 +138,13 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
         yield Finding(Mark.FAILED, "backend", str(error))
     known = option_names(Settings, *([client.options] if client else []))
     refused = refused_options(Settings, job.conf, job.environ)
-    settings = _settings(job, [name for name, _ in refused])
+    of_handler, settings = [why for _, why in refused], Settings()
+    try:
+        settings = _settings(job, [name for name, _ in refused])
+    except ValueError as error:  # The options are valid alone, but not together.
+        of_handler.append(str(error))
     if unfit := _torch():
         yield unfit
-    of_handler = [why for _, why in refused]
     of_handler += _faults(_rules(job, settings, with_torch=unfit is None))
     told: list[tuple[str, str]] = []
     if client:
