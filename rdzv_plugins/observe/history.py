@@ -379,7 +379,8 @@ class Archive:
         )
         client.put(self._run_id, msgspec.json.encode(listed))
         client.expire(self._history_ttl)
-        client.delete_many([run for run, it in runs.items() if it.until < _iso(at)])
+        old = (run for run, it in runs.items() if it.until < _iso(at) and run != self._run_id)
+        client.delete_many([*old])
 
 
 def list_runs(open: Callable[[str], KeyValueClient]) -> dict[str, Listed]:

@@ -146,6 +146,13 @@ class TestList:
         note(Archive(opened, "job", history_ttl=100.0), FOUNDED)
         assert list(list_runs(opened)) == ["job"]
 
+    def test_a_run_that_ends_after_its_entry_is_old_stays_in_it(self, server: MemoryServer) -> None:
+        opened = partial(MemoryClient, server)
+        archive = Archive(opened, "job", history_ttl=100.0)
+        note(archive, FOUNDED)
+        archive.note(record_of(CLOSED, RECORDS), datetime.now(UTC) + timedelta(seconds=200))
+        assert list_runs(opened)["job"].outcome is Outcome.SUCCEEDED
+
     def test_what_no_run_can_be_is_not_in_it(self, server: MemoryServer, archive: Archive) -> None:
         """Agents of an earlier version have put it there, if that was their run id."""
         opened = partial(MemoryClient, server)
