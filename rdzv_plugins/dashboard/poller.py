@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from msgspec import to_builtins
 
-from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.observe.history import Row, goodput
 from rdzv_plugins.observe.inspection import Condition
 from rdzv_plugins.observe.survey import Survey
@@ -119,24 +118,18 @@ class Poller:
     def _run(self) -> None:
         while not self._stopping.is_set():
             began = time.monotonic()
-            error: str | None = None
-            try:
-                self._survey.look()
-            except (RendezvousStateError, ValueError) as problem:
-                error = str(problem)
-            self._tell(error)
+            self._survey.keep_looking()
+            self._tell()
             self._stopping.wait(max(0.0, began + _INTERVAL - time.monotonic()))
             if not self.viewers and time.monotonic() - self._asked >= _ATTENTION_SECONDS:
                 self._wake.wait(_IDLE_INTERVAL)
             self._wake.clear()
 
-    def _tell(self, error: str | None) -> None:
+    def _tell(self) -> None:
         assert self._loop is not None
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         away = None
-        if error is not None:
-            away = {"since": now, "error": error}
-        elif self._survey.away is not None:
+        if self._survey.away is not None:
             since, why = self._survey.away
             away = {"since": since.isoformat(timespec="milliseconds"), "error": why}
         reports = {run_id: seen.report() for run_id, seen in self._survey.runs.items()}

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from rdzv_plugins.kv import RendezvousStateError
 from rdzv_plugins.observe.history import Row, goodput
 from rdzv_plugins.observe.inspection import Condition, Inspection
 from rdzv_plugins.observe.metrics import (
@@ -52,7 +51,6 @@ class Exporter(Collector):
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
         self._looked = -_FRESH_SECONDS
-        self._error: str | None = None
         self._restarts: dict[str, _Restarts] = {}
         self._server: MetricsServer | None = None
 
@@ -80,23 +78,19 @@ class Exporter(Collector):
         """Read the store, unless it was read within the last second."""
         if time.monotonic() - self._looked < _FRESH_SECONDS:
             return
-        try:
-            self._survey.look()
-            self._error = None
-        except (RendezvousStateError, ValueError) as error:
-            self._error = str(error)
+        self._survey.keep_looking()
         self._looked = time.monotonic()
 
     def health(self) -> tuple[bool, str]:
         """True even while the store is away, because a restart of this process would not help."""
         # Clients without a token may ask here, so only /why names the store.
-        return True, "the store is away; /why says which" if self._away() is not None else "ok"
+        return True, "the store is away; /why says which" if self._survey.away else "ok"
 
     def why(self) -> str:
         """A line for each run: what it does and waits for."""
         self.refresh()
-        away = self._away()
-        lines = [f"the store is away: {away}"] if away is not None else []
+        away = self._survey.away
+        lines = [f"the store is away: {away[1]}"] if away is not None else []
         for it in self._survey.runs.values():
             seen = it.readable
             odd = (seen.clocks, seen.away) if seen is not None else ()
@@ -106,7 +100,7 @@ class Exporter(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """The metrics of the last read; none of a run while the store is away."""
         families = {metric.name: _family(metric) for metric in EXPORTED}
-        away = self._away() is not None
+        away = self._survey.away is not None
         families["rdzv_store_up"].add_metric([], float(not away))
         if not away:
             for seen in self._survey.runs.values():
@@ -120,10 +114,6 @@ class Exporter(Collector):
             gone = self._restarts.keys() - self._survey.runs.keys()
             self._restarts = {run: it for run, it in self._restarts.items() if run not in gone}
         yield from families.values()
-
-    def _away(self) -> str | None:
-        away = self._survey.away
-        return self._error or (away[1] if away is not None else None)
 
     def _samples(self, seen: Seen) -> Iterator[tuple[str, Sequence[str], float]]:
         known, now = seen.can_tell, seen.condition

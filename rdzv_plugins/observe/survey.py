@@ -121,7 +121,8 @@ class Survey:
 
     Attributes:
         runs: by run id, the newest first.
-        away: when the store went away, and why, as a line; None: it answered at the last look.
+        away: since when the store does not answer or cannot be read, and why, as a line; None: the
+            last look read it.
     """
 
     def __init__(
@@ -160,13 +161,23 @@ class Survey:
                 self._look_at(seen, listed.get(run_id))
             self._looked = {run: it for run, it in self._looked.items() if run in runs}
         except RendezvousConnectionError as error:
-            if self.away is None:
-                self.away = datetime.now(UTC), str(error)
+            self._note_away(error)
             return
         finally:
             known = [seen for seen in runs.values() if seen.listed or seen.inspection]
             self.runs = {it.run_id: it for it in sorted(known, key=_began, reverse=True)}
         self.away = None
+
+    def keep_looking(self) -> None:
+        """Like `look`, but what `look` raises is noted in `away` too."""
+        try:
+            self.look()
+        except (RendezvousStateError, ValueError) as error:
+            self._note_away(error)
+
+    def _note_away(self, error: Exception) -> None:
+        since = self.away[0] if self.away is not None else datetime.now(UTC)
+        self.away = since, str(error)
 
     def settle(self) -> None:
         """Look until each run's living nodes are known, at most 1 s longer than one look.
