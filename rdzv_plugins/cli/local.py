@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rdzv_plugins.cli.interrupt import Interrupt
-from rdzv_plugins.cli.options import ConfOption, RunOption, parse_conf
+from rdzv_plugins.cli.options import ConfOption, RunOption, one_run, parse_conf
 
 _NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_WRONLY
 
@@ -51,8 +51,11 @@ def serve(
     from rdzv_plugins import servers
 
     if kind not in servers.KINDS or endpoint:
-        _serve_member(kind, endpoint, run_id, conf, None if host == servers.HOST else host)
+        named = one_run(run_id, "", needed=False)
+        _serve_member(kind, endpoint, named, conf, None if host == servers.HOST else host)
         return
+    if run_id or conf:
+        raise ValueError(f"{kind} takes neither -i nor -c")
     password, is_new = _password(host)
     with servers.start(kind, port=port, host=host, password=password) as server:
         interrupt = Interrupt()
@@ -106,8 +109,11 @@ def _password(host: str) -> tuple[str | None, bool]:
 
     options, new = parse_options(ServerOptions, {}, os.environ), secrets.token_urlsafe(24)
     if (file := options.password_file) is not None:
-        # Mode 0600; an existing file is not changed.
-        with suppress(FileExistsError), open(os.open(file, _NEW_FILE, 0o600), "w") as made:
-            made.write(new + "\n")
+        try:
+            # Mode 0600; an existing file is not changed.
+            with suppress(FileExistsError), open(os.open(file, _NEW_FILE, 0o600), "w") as made:
+                made.write(new + "\n")
+        except OSError as error:
+            raise ValueError(f"cannot make password_file '{file}': {error.strerror}") from error
     given = options.current_password()
     return (given, False) if given or is_loopback(host) else (new, True)

@@ -28,13 +28,14 @@ OfClusterOption = Annotated[
 HostOption = Annotated[
     str, typer.Option(help="address to listen at; if other hosts can reach it, a token is needed")
 ]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="port to listen at; 0: a free one")]
 
 
 def dashboard(
     access: Access,
     run_id: OfClusterOption = "",
     host: HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 8265,
+    port: PortOption = 8265,
 ) -> None:
     """Serve a page that shows all runs under a prefix while they go on, until Ctrl-C.
 
@@ -69,7 +70,7 @@ def exporter(
     access: Access,
     run_id: OfClusterOption = "",
     host: HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen at; 0: a free one")] = 9747,
+    port: PortOption = 9747,
 ) -> None:
     """Serve metrics of all runs under a prefix to Prometheus, until Ctrl-C.
 

@@ -203,6 +203,8 @@ EXPLAINS_ITSELF = (
     "queue is empty: '…'",
     # `rdzv serve`, and whoever starts a local server in tests.
     "rdzv serve starts valkey or redis, and with -e HOST,HOST,HOST this host's member of a",
+    "… takes neither -i nor -c",
+    "cannot make password_file '…': …",
     " is not installed",
     "unknown server '…'; there are: …",
     "the endpoint must name the bucket, as in …",
@@ -219,7 +221,7 @@ EXPLAINS_ITSELF = (
     "'…' is not this host: give an address or a name of this one",
     "'…' is … on this host, where no other host reaches it: give the address by",
     "a … that other hosts reach needs a password",
-    "$… names '…', which is no file",
+    "$… names '…', which is no program",
     # The server's or the agents' own log follows.
     "… nodes did not come to train together; the agents' log:\n…",
     "… was not ready within … s:\n…",
