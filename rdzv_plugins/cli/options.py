@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from rich.console import Console
+    from rich.table import Table
 
     from rdzv_plugins.kv import KeyValueClient
     from rdzv_plugins.observe.history import Archive
@@ -186,16 +187,29 @@ class Access:
         return as_typed(self.backend, self.endpoint, parse_conf(self.conf), options)
 
     def inspect(
-        self, run_ids: Iterable[str], opened: ExitStack, *, surely: bool = False
+        self,
+        run_ids: Iterable[str],
+        opened: ExitStack,
+        *,
+        surely: bool = False,
+        of_all: bool = False,
     ) -> dict[str, Inspection]:
-        """Inspections of the runs after `settle`; ``opened`` closes their connections."""
+        """Inspections of the runs after `settle`; ``opened`` closes their connections.
+
+        ``of_all``: leave out runs that cannot be read, with a line about each.
+        """
         from rdzv_plugins.observe.inspection import Inspection, settle
 
-        found = {}
+        found: dict[str, Inspection] = {}
+
+        def leave_out(seen: Inspection, error: Exception) -> None:
+            typer.echo(f"rdzv: run '{seen.run_id}' is left out: {error}", err=True)
+            del found[seen.run_id]
+
         for run_id in run_ids:
             client = opened.enter_context(self.connect(run_id))
             found[run_id] = Inspection(client, self.archive(run_id), run_id)
-        settle(found.values(), surely=surely)
+        settle([*found.values()], surely=surely, leave_out=leave_out if of_all else None)
         return found
 
     @contextmanager
@@ -345,6 +359,14 @@ def plain_console() -> Console:
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False)
+
+
+def print_table(table: Table) -> None:
+    """Print a table; in a pipe, which has no width, without wrapping."""
+    console = plain_console()
+    if not console.is_terminal:
+        console.width = 10_000
+    console.print(table)
 
 
 def print_json(value: Any) -> None:

@@ -20,8 +20,8 @@ from rdzv_plugins.cli.options import (
     in_vain,
     no_run,
     one_run,
-    plain_console,
     print_json,
+    print_table,
 )
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def exclude(
         return _give(seen, work)
 
     with ExitStack() as opened, _Told("exclude", run_id, about.as_json) as told:
-        found = about.inspect(_open_runs(about, run_id), opened)
+        found = about.inspect(_open_runs(about, run_id), opened, of_all=all_runs)
         if not (all_runs or later) and not _hosts_called(host, found.values()):
             raise _no_node(
                 found[run_id], host, "nobody was excluded; --later keeps the host out once it comes"
@@ -241,7 +241,8 @@ def exclude(
         for run, given in would.items():
             _refuse_to_stop(run, given, force)
         if dry_run:
-            told.say(f"{describe(exclusion, now, 'would be excluded')}; from {whose}", host=host)
+            would_be = describe(exclusion, now, "would be excluded")
+            told.say(f"{would_be}; from {whose}", host=host, until=until, dry_run=True)
             for run, given in would.items():
                 if given.nodes:
                     told.say_order(_exclusion(run, given), given, found[run], dry_run=True)
@@ -250,7 +251,7 @@ def exclude(
         about.archive(run_id).exclude(exclusion, now, all_runs=all_runs)
         told.say(f"{describe(exclusion, now)}; from {whose}", host=host, until=until)
         fresh = [it for it in _open_runs(about, run_id) if it not in found]
-        found |= about.inspect(fresh, opened)
+        found |= about.inspect(fresh, opened, of_all=all_runs)
         orders_given = [(seen, give(seen, True)) for seen in found.values()]
         awaited = [it for it in orders_given if _say_exclusion(told, *it, all_runs, host)]
         for seen, given in awaited:
@@ -288,7 +289,7 @@ def include(about: AboutRun, words: HostArgument = None, all_runs: AllRunsOption
     run_id, host, whose = _run_and_host(about, words, all_runs)
     archive = about.archive(run_id)
     with ExitStack() as opened:
-        seen = about.inspect(_open_runs(about, run_id), opened).values()
+        seen = about.inspect(_open_runs(about, run_id), opened, of_all=all_runs).values()
         hosts = _hosts_called(host, seen) | {host}
         found = archive.include(hosts, time.time(), all_runs=all_runs)
         for run in seen:
@@ -298,7 +299,7 @@ def include(about: AboutRun, words: HostArgument = None, all_runs: AllRunsOption
         raise ValueError(f"'{host}' is not excluded from {whose}: see {hint}")
     with _Told("include", run_id, about.as_json) as told:
         told.say(f"{host} may join {whose} again", host=host)
-        if run_id and any(it.host == host for it in archive.exclusions(time.time(), True)):
+        if run_id and any(it.host in hosts for it in archive.exclusions(time.time(), True)):
             told.say(
                 f"but {host} is excluded from all runs: "
                 f"{archive.command('include', host, '--all-runs')}"
@@ -342,8 +343,10 @@ def excluded(about: OneRun, all_runs: AllRunsOption = False) -> None:
         if it.until is not None:
             until = datetime.fromtimestamp(it.until, UTC).strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(it.host, by, until, whose, it.why)
-    if not about.as_json:
-        plain_console().print(table if found else "no host is excluded", soft_wrap=not found)
+    if found and not about.as_json:
+        print_table(table)
+    elif not about.as_json:
+        typer.echo("no host is excluded")
 
 
 def accuse(

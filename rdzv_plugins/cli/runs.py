@@ -23,18 +23,19 @@ from rdzv_plugins.cli.options import (
     one_run,
     plain_console,
     print_json,
+    print_table,
     tell,
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group, RenderableType
+    from rich.console import Console, Group
     from rich.table import Table
     from rich.text import Text
 
     from rdzv_plugins.kv import KeyValueClient
     from rdzv_plugins.observe.history import Archive, Listed, Row
     from rdzv_plugins.observe.inspection import Inspection, NodeState
-    from rdzv_plugins.observe.survey import Seen
+    from rdzv_plugins.observe.survey import Seen, Survey
     from rdzv_plugins.protocol.documents import RoundDocument
 
 _NODES_SHOWN = 32
@@ -105,10 +106,10 @@ def list_runs(
 
     with ExitStack() as opened:
         surveys = [opened.enter_context(closing(it)) for it in access.surveys()]
-        for survey in surveys:
-            survey.settle()
+        _settle(surveys)
         every = (it for survey in surveys for it in survey.runs.values())
         found = [(it.listed, it) for it in every if it.listed is not None]
+        found.sort(key=lambda pair: pair[0].began, reverse=True)
         if conditions:
             found = [(it, seen) for it, seen in found if _known(seen) in conditions]
         if sort:
@@ -125,10 +126,26 @@ def list_runs(
             nodes = str(_size(it, seen))
             table.add_row(it.run, shown, nodes, _rounded(age), began.replace("T", " "), sentence)
         if found and not as_json:
-            _print_table(table)
+            print_table(table)
         elif not as_json:
             which = f" that is {' or '.join(conditions)}" if conditions else ""
             plain_console().print(f"there is no run{which} under this prefix")
+
+
+def _settle(surveys: Sequence[Survey]) -> None:
+    """Settle all surveys; say which stores are away, and raise the error if all are."""
+    from rdzv_plugins.kv import RendezvousConnectionError
+
+    away = []
+    for survey in surveys:
+        try:
+            survey.settle()
+        except RendezvousConnectionError as error:
+            away.append(error)
+            if len(away) == len(surveys):
+                raise
+    for missed in away:
+        typer.echo(f"rdzv: {missed}", err=True)
 
 
 def _refuse_unless_one_of(value: str, allowed: Iterable[str], option: str) -> None:
@@ -198,7 +215,7 @@ def status(
             plain_console().print(_summary(seen, nodes, rows), soft_wrap=True)
             most = len(nodes) if every else _NODES_SHOWN
             for table in _tables(nodes, rows, most, _ROUNDS_SHOWN):
-                _print_table(table)
+                print_table(table)
             if len(nodes) > most:
                 typer.echo("--all shows all nodes")
     if wait and condition != wait:
@@ -233,7 +250,7 @@ def history(
         for row in rows:
             print_json({"schema": 1, **to_builtins(row)})
         return
-    _print_table(_rounds(rows))
+    print_table(_rounds(rows))
 
 
 def watch(about: OneRun) -> None:
@@ -361,7 +378,7 @@ def clean(
         with ExitStack() as opened:
             # A run whose end is recorded is not dead.
             left = sorted(run for run, it in list_runs(about.open).items() if it.outcome is None)
-            for run, seen in about.inspect(left, opened).items():
+            for run, seen in about.inspect(left, opened, of_all=True).items():
                 if seen.condition is Condition.DEAD:
                     _delete(seen.client, seen.archive, run, ended=True, as_json=about.as_json)
         return
@@ -411,13 +428,18 @@ def _look_on(seen: Inspection, show: Callable[[], None], fail: Callable[[str], N
     from rdzv_plugins.kv import RendezvousConnectionError
     from rdzv_plugins.observe.inspection import Condition
 
+    is_known = False
     while True:
         try:
             seen.look()
             show()
         except RendezvousConnectionError as error:
             fail(str(error))
-        if seen.condition in (Condition.CLOSED, Condition.ABSENT):
+        is_known = is_known or seen.document is not None
+        # A store that lost a run gets it back from the run's nodes.
+        if seen.condition is Condition.CLOSED or (
+            seen.condition is Condition.ABSENT and not is_known
+        ):
             return
         try:
             seen.await_change(_LOOK_SECONDS)
@@ -550,11 +572,3 @@ def _table(*names: str, one_line: bool) -> Table:
     if one_line:
         columns[-1].ratio = 1  # The last column is cut.
     return Table(*columns, expand=one_line)
-
-
-def _print_table(table: RenderableType) -> None:
-    """Print a table; in a pipe, which has no width, without wrapping."""
-    console = plain_console()
-    if not console.is_terminal:
-        console.width = 10_000
-    console.print(table)

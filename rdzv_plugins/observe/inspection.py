@@ -168,9 +168,9 @@ class Inspection:
         elif not self._asked_archive:
             if said := self.client.why_absent(STATE_KEY):
                 raise RendezvousStateError(said)
-            self._asked_archive = True
             self.is_torchs = is_torchs(self.client)
             self.last = self.archive.last()
+            self._asked_archive = True
 
     def await_change(self, seconds: float) -> None:
         """Wait until the document may differ from what was read, for ``seconds`` at most."""
@@ -491,16 +491,28 @@ def what_it_was(last: Row | Listed | None) -> str:
     return f"{last.outcome.value} at {last.at[:19].replace('T', ' ')} UTC: {last.reason}"
 
 
-def settle(inspections: Iterable[Inspection], surely: bool = False) -> None:
+def settle(
+    inspections: Iterable[Inspection],
+    surely: bool = False,
+    leave_out: Callable[[Inspection, RendezvousStateError], None] | None = None,
+) -> None:
     """Look at all these runs until each run's living nodes are known: up to 12 s.
 
-    ``surely``: look until each run `is_sure`, but also for 12 s at most.
+    Args:
+        surely: look until each run `is_sure`, but also for 12 s at most.
+        leave_out: called with a run that cannot be read, and the error; None: the error is raised.
     """
     left = list(inspections)
     ends = time.monotonic() + (_LONGEST_WATCH_SECONDS if surely else math.inf)
     while True:
-        for inspection in left:
-            inspection.look()
+        for inspection in [*left]:
+            try:
+                inspection.look()
+            except RendezvousStateError as error:
+                if leave_out is None:
+                    raise
+                leave_out(inspection, error)
+                left.remove(inspection)
         left = [it for it in left if not (it.can_tell and (it.is_sure or not surely))]
         if not left or time.monotonic() >= ends:
             return

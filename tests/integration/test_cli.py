@@ -424,6 +424,13 @@ def test_a_run_that_cannot_be_read_hides_no_other() -> None:
         assert rows["two"]["condition"] == "unknown"
         assert "the round document is unreadable" in rows["two"]["sentence"]
         assert rows["one"]["sentence"].startswith(("running round 0", "not known", "dead"))
+        for order in (("exclude", "10.0.0.9", "--all-runs"), ("include", "10.0.0.9", "--all-runs")):
+            said = invoke(*order, "-e", store.endpoint)
+            assert said.exit_code == 0
+            assert "run 'two' is left out: the round document is unreadable" in said.stderr
+        cleaned = invoke("clean", "--dead", "-e", store.endpoint)
+        assert "run 'two' is left out" in cleaned.stderr
+        assert re.fullmatch(r"deleted \d+ keys of run 'one', .*\n", cleaned.stdout)
 
 
 def note_end(store: RunningStore, run_id: str) -> None:
@@ -493,6 +500,23 @@ def test_watch_writes_a_line_an_event_and_survives_an_outage(run_id: str) -> Non
         assert "closed by the command" in lines[-1]
         for handler in handlers:
             handler.shutdown()
+
+
+def test_watch_goes_on_while_the_store_has_lost_the_run() -> None:
+    """The run's nodes write it again."""
+    with started(kind_of("redis")) as store:
+        write_run(store, "job", {"n0": record(0, "10.0.0.1")})
+        command = [sys.executable, "-m", "rdzv_plugins.cli", "watch", "-e", store.endpoint, "job"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+            assert watching.stdout is not None
+            assert "run 'job'" in watching.stdout.readline()
+            with closing(Redis.from_url(store.endpoint)) as redis:
+                redis.flushall()
+            while "nothing is stored" not in (line := watching.stdout.readline()):
+                assert line
+            write_run(store, "job", {"n0": record(0, "10.0.0.1")})
+            assert "run 'job'" in watching.stdout.readline()
+            watching.terminate()
 
 
 @pytest.mark.parametrize("json_", [(), ("--json",)], ids=["text", "json"])
@@ -634,6 +658,7 @@ def test_the_console_leaves_addresses_as_they_are() -> None:
         (("serve", "oracle"), "this host's member of a quorum, not 'oracle'"),
         (("serve", "quorum"), "with -e HOST,HOST,HOST this host's member of a quorum"),
         (("serve", "valkey", "-e", "127.0.0.1"), "not 'valkey' with -e"),
+        (("serve", "redis", "-i", "job"), "redis takes neither -i nor -c"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: tuple[str, ...], said: str) -> None:
@@ -669,6 +694,13 @@ def test_serve_asks_for_the_password_that_is_set(monkeypatch: pytest.MonkeyPatch
             assert rdzv("check", "-e", endpoint).returncode == 0
         finally:
             serving.send_signal(signal.SIGINT)
+
+
+def test_serve_names_a_password_file_that_it_cannot_make() -> None:
+    said = invoke("serve", "redis", RDZV_PLUGINS_PASSWORD_FILE="/nowhere/password")
+    assert str(said.exception) == (
+        "cannot make password_file '/nowhere/password': No such file or directory"
+    )
 
 
 def test_serve_names_the_address_at_which_the_port_is_taken() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 from threading import Event
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -320,8 +321,8 @@ def test_rdzv_close_tells_that_the_run_was_closed_meanwhile(
 ) -> None:
     played.begin(1, (1, 1))
 
-    def settle_late(seen: list[inspection.Inspection], surely: bool) -> None:
-        settle(seen, surely=surely)
+    def settle_late(seen: list[inspection.Inspection], **how: Any) -> None:
+        settle(seen, **how)
         played.agents[0].handler.set_closed()
 
     settle = inspection.settle
