@@ -649,6 +649,9 @@ class Transport:
         async with self._dialling:
             link = self._link
             if link is None or link.failure is not None or not link.connection.is_connected:
+                if link is not None:
+                    # nats-py keeps the connection open on which the server refused a request.
+                    self._ending = asyncio.ensure_future(_end(link))
                 link = self._link = await self._dial()
             return link
 

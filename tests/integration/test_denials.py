@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -55,6 +56,12 @@ def test_rights_that_end_while_connected(administrator: Administrator, run_id: s
             client.put("key", b"another")
         with pytest.raises(AccessDeniedError):
             client.wait("key", None, 5)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            with pytest.raises(AccessDeniedError):
+                client.put("key", b"another")
+        # NATS keeps the connection open on which it refused a request.
+        until(lambda: len(os.listdir("/proc/self/fd")) < before + 10, 20)
 
 
 @only_on(*GRANTS.keys() - {"consul"})
