@@ -1,4 +1,4 @@
-"""Servers that speak nonsense, on real sockets."""
+"""Servers that speak nonsense, or nothing, on real sockets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 
-__all__ = ["ENVIRON", "SAMPLES", "reached", "serving", "speaking"]
+__all__ = ["ENVIRON", "SAMPLES", "reached", "serving", "silent", "speaking"]
 
 ENVIRON = {
     "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
@@ -108,3 +108,15 @@ def speaking(sample: bytes, greets: bool) -> contextlib.AbstractContextManager[t
             line.sendall(sample)
 
     return serving(speak)
+
+
+@contextlib.contextmanager
+def silent(address: tuple[str, int]) -> Iterator[tuple[str, int]]:
+    """An address that answers nobody, as behind a firewall: its queue of connections is full."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(address, backlog=0))
+        for _ in range(8):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(server.getsockname())
+        yield server.getsockname()

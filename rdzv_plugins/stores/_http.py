@@ -438,16 +438,18 @@ class _Bounded(io.RawIOBase):
 
 
 def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
-    """Like ``socket.create_connection``, but with a non-blocking socket."""
+    """Like ``socket.create_connection``, but each address has an equal share of the time."""
     problem = OSError("the host has no address")
-    for family, kind, protocol, _, address in look_up(*host, limit.seconds):
+    found = look_up(*host, limit.seconds)
+    for at, (family, kind, protocol, _, address) in enumerate(found):
+        share = limit.within(limit.seconds / (len(found) - at))
         line = socket.socket(family, kind, protocol)
         try:
             line.setblocking(False)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with contextlib.suppress(BlockingIOError):
                 line.connect(address)
-            limit.await_ready(line.fileno(), select.POLLOUT)
+            share.await_ready(line.fileno(), select.POLLOUT)
             if number := line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(number, os.strerror(number))
         except OSError as error:

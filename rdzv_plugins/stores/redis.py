@@ -701,22 +701,26 @@ class Client(StoreClient):
 
 
 class _Named(redis.Connection):
-    """redis-py's connection, but a resolver that does not answer costs only a moment."""
+    """redis-py's connection, but a resolver that does not answer costs only a moment, and each
+    address has an equal share of the time.
+    """
 
     def _connect(self) -> Any:
-        name, problem = self.host, OSError("the host has no address")
+        name, seconds = self.host, self.socket_connect_timeout or 0.0
+        limit, problem = Limit(time.monotonic() + seconds), OSError("the host has no address")
         try:
-            seconds = self.socket_connect_timeout or 0.0
-            for *_, address in look_up(name, self.port, seconds):
+            found = look_up(name, self.port, seconds)
+            for number, (*_, address) in enumerate(found):
                 # redis-py then looks up an address instead of a name.
                 self.host = address[0]
+                self.socket_connect_timeout = limit.seconds / (len(found) - number)
                 try:
                     connect: Callable[[], Any] = super()._connect
                     return connect()
                 except OSError as error:
                     problem = error
         finally:
-            self.host = name
+            self.host, self.socket_connect_timeout = name, seconds
         raise problem
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from pathlib import Path
@@ -50,6 +50,7 @@ from tests.integration.stores import (
     role_of_postgres,
     started,
 )
+from tests.nonsense import silent
 from tests.servers import Security, ServerProcess
 from tests.servers.http import ask
 from tests.servers.process import HOST, free_ports
@@ -776,7 +777,8 @@ def test_peers(redis: RunningStore, monkeypatch: Patch) -> None:
     monkeypatch.setattr(dials, "_PATIENCE", 0.3)
     host, port = redis.address
     closed = free_ports(1)[0]
-    with silent() as mute:
+    with silent((HOST, 0)) as address:
+        mute = "{}:{}".format(*address)
         peers = f"{host}:{port},{host},{host}:{closed},nowhere.invalid:22,[::1]:{closed},{mute}"
         told = check_store(redis, "--peers", peers)
     found = [(mark, rest) for mark, what, rest in told.lines if what == "peer"]
@@ -789,18 +791,6 @@ def test_peers(redis: RunningStore, monkeypatch: Patch) -> None:
     assert f"{mute} is unreachable: it does not answer" in found[5][1]
     assert "firewall" in found[5][1]
     assert told.verdict.startswith("verdict: a job will not work: peer failed")
-
-
-@contextmanager
-def silent() -> Iterator[str]:
-    """An address that answers nobody, as behind a firewall: its queue of connections is full."""
-    with ExitStack() as stack:
-        server = stack.enter_context(socket.create_server((HOST, 0), backlog=0))
-        for _ in range(8):
-            caller = stack.enter_context(socket.socket())
-            caller.setblocking(False)
-            caller.connect_ex(server.getsockname())
-        yield f"{HOST}:{server.getsockname()[1]}"
 
 
 # The run that holds an id.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ from rdzv_plugins.testing.harness import SLACK, present, until
 from rdzv_plugins.testing.threads import Background, together
 from tests import Measure
 from tests.integration.stores import KINDS, RunningStore, kind_of, started
-from tests.nonsense import SAMPLES, speaking
+from tests.nonsense import SAMPLES, silent, speaking
 from tests.servers import Security
 
 
@@ -99,6 +100,25 @@ def test_nonsense_passes(running_store: RunningStore, run_id: str) -> None:
             return False
 
         assert until(written, 20)
+        client.close()
+
+
+@only("redis", "consul", "postgres")
+def test_an_address_that_answers_nobody_leaves_time_for_the_next(
+    running_store: RunningStore, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a name with an IPv6 address that the network does not carry."""
+    (host, port), real = running_store.address, socket.getaddrinfo
+
+    def getaddrinfo(name: str, *arguments: Any, **options: Any) -> list[Any]:
+        names = ["127.0.0.9", host] if name == "store.test" and "flags" not in options else [name]
+        return [it for name in names for it in real(name, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with silent(("127.0.0.9", port)):
+        began = time.monotonic()
+        client = running_store.open(run_id, address=("store.test", port), request_timeout=6)
+        assert time.monotonic() - began < 6
         client.close()
 
 
