@@ -743,7 +743,9 @@ def _bounded_parser(parser: Any) -> type:
             return super().read_response(*args, **options)
 
         def read_from_socket(self, *args: Any, **options: Any) -> Any:
-            if time.monotonic() >= self._until:
+            # redis-py 5 to 7 also read here to see whether there is an answer.
+            awaited = options.get("raise_on_timeout", True)
+            if awaited and time.monotonic() >= self._until:
                 raise errors.TimeoutError("no answer in time")
             if self._reader is not None and self._reader.len() > _MOST_OF_AN_ANSWER:
                 raise ValueError(f"its answer has more than {_MOST_OF_AN_ANSWER >> 20} MiB")

@@ -114,6 +114,20 @@ def test_a_wait_that_is_interrupted_costs_no_connection(
     assert present(waiter.result(SLACK)).value == b"two"
 
 
+def test_a_wait_that_lasts_longer_than_a_request_may_costs_no_connection(
+    redis_server: RunningStore, run_id: str, redis_admin: Any
+) -> None:
+    """With redis-py 5 to 7, the next wait dropped all connections."""
+    with closing(redis_server.open(run_id, request_timeout=0.5)) as client:
+        known = client.put("key", b"one")
+        client.wait("key", known, A_BEAT)
+        client.hold(2)
+        before = connected(redis_admin)
+        for _ in range(3):
+            assert client.wait("key", known, 0.7) is None
+        assert connected(redis_admin) == before
+
+
 def test_a_wait_that_is_interrupted_while_it_looks_costs_no_connection(
     redis_server: RunningStore, run_id: str, other: KeyValueClient, redis_admin: Any
 ) -> None:
