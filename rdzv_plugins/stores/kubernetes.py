@@ -25,6 +25,7 @@ import threading
 import time
 from base64 import b32encode
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from email.message import Message
 from functools import partial
@@ -709,31 +710,40 @@ def _of_endpoint(endpoint: str, options: Options, timeout: float) -> _Login:
     )
 
 
-def _of_kubeconfig(options: Options, timeout: float) -> _Login:
+def _kubeconfig(options: Options) -> Callable[[], tuple[Any, dict[str, Any]]]:
+    """A reader of the kubeconfig: how to reach the server, and the context in use."""
     try:
         client: Any = import_module("kubernetes.client")
-        config: Any = import_module("kubernetes.config")
+        config: Any = import_module("kubernetes.config.kube_config")
     except ImportError as error:
         raise cannot_import("a kubeconfig", "rdzv-plugins[kubernetes]", error) from error
-    name, lock = options.context, threading.Lock()
-
-    def load() -> Any:
-        made = client.Configuration()
-        config.load_kube_config(options.kubeconfig, name, made, persist_config=False)
-        return made
-
-    try:
-        known = load()
-        contexts, current = config.list_kube_config_contexts(options.kubeconfig)
-    except config.ConfigException as error:
+    path = options.kubeconfig or config.KUBE_CONFIG_DEFAULT_LOCATION
+    if not any(os.path.exists(os.path.expanduser(it)) for it in path.split(os.pathsep)):
         raise ValueError(
-            f"there is no endpoint, no service account of a pod, and no kubeconfig ({error})"
-        ) from error
+            f"there is no endpoint, no service account of a pod, and no kubeconfig ({path})"
+        )
+
+    def load() -> tuple[Any, dict[str, Any]]:
+        read = config.KubeConfigMerger(path).config
+        loader = config.KubeConfigLoader(read, options.context, config_base_path=None)
+        made = client.Configuration()
+        loader.load_and_set(made)
+        return made, loader.current_context["context"]
+
+    return load
+
+
+def _of_kubeconfig(options: Options, timeout: float) -> _Login:
+    load, lock = _kubeconfig(options), threading.Lock()
+    try:
+        known, context = load()
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"the kubeconfig cannot be used ({said})") from error
     if not known.verify_ssl:
         raise ValueError("the kubeconfig verifies no certificate: give it a certificate authority")
     if getattr(known, "tls_server_name", None):
         raise ValueError("the kubeconfig has a tls-server-name, which this backend cannot check")
-    used = next((it for it in contexts if it["name"] == name), current)
 
     def token() -> dict[str, str]:
         with lock:
@@ -742,13 +752,14 @@ def _of_kubeconfig(options: Options, timeout: float) -> _Login:
 
     def renew(sent: Mapping[str, str]) -> bool:
         nonlocal known
-        with lock:
-            known = load()
+        # A file that is being replaced may be gone, or incomplete.
+        with lock, suppress(Exception):
+            known, _ = load()
         return token().get("Authorization") != sent.get("Authorization")
 
     own = replace(
         options,
-        namespace=options.namespace or used["context"].get("namespace"),
+        namespace=options.namespace or context.get("namespace"),
         ca_file=options.ca_file or known.ssl_ca_cert,
         cert_file=options.cert_file or known.cert_file,
         key_file=options.key_file or known.key_file,

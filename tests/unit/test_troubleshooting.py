@@ -177,6 +177,7 @@ EXPLAINS_ITSELF = (
     "with an endpoint, context and kubeconfig have no effect: leave them out",
     "the endpoint has a user: leave it out, and set a token",
     "there is no endpoint, no service account of a pod, and no kubeconfig (…)",
+    "the kubeconfig cannot be used (…)",
     "the kubeconfig verifies no certificate: give it a certificate authority",
     "the kubeconfig has a tls-server-name, which this backend cannot check",
     "has no namespace '…'; kubectl create namespace …, or set namespace=",
