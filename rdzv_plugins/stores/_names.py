@@ -46,6 +46,9 @@ def look_up(host: str, port: int, seconds: float) -> list[AddressInfo]:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except socket.gaierror:
         pass  # It is a name.
+    except UnicodeError:
+        # A part between its dots is empty or too long.
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
     place = (os.getpid(), host, port)
     asked = _asked.get(place)
     if asked is None or asked[1].done():

@@ -700,7 +700,7 @@ def _with_addresses(server: Mapping[str, Any], seconds: float) -> Mapping[str, A
         try:
             # A path is a socket of this host.
             found = [] if host.startswith(("/", "@")) else look_up(host, 0, seconds)
-        except (socket.gaierror, UnicodeError) as error:
+        except socket.gaierror as error:
             problem = psycopg.OperationalError(str(error))
             continue
         port = ports[at % len(ports)] if ports else ""

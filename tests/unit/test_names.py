@@ -58,6 +58,12 @@ def test_an_address_is_no_name(resolver: Resolver) -> None:
     assert resolver.asked == 0
 
 
+@pytest.mark.parametrize("host", ["store..test", "x" * 64 + ".test"])
+def test_what_cannot_be_a_name_is_not_known(host: str) -> None:
+    with pytest.raises(socket.gaierror, match="not known"):
+        look_up(host, PORT, LONG)
+
+
 def test_the_newest_answer_counts(resolver: Resolver) -> None:
     assert addresses() == ["10.0.0.1"]
     resolver.says = "10.0.0.2"

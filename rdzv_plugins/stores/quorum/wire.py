@@ -197,7 +197,7 @@ def addresses(places: Iterable[HostPort]) -> list[AddressInfo]:
         # Only the first look-up waits, so that a slow resolver does not delay the other members.
         seconds = 0 if place in _looked_up else _RESOLVER_SECONDS
         _looked_up.add(place)
-        with contextlib.suppress(OSError, UnicodeError):
+        with contextlib.suppress(OSError):
             found += look_up(*place, seconds)
     return found
 
