@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import socket
 import ssl
+from contextlib import suppress
 from functools import partial
 
 from rdzv_plugins.kv.base import Problem
 from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import ServerOptions, UnreadableFileError
+from rdzv_plugins.stores._names import look_up
 
 # A server that refuses a certificate sends its alert within a round trip.
 _ALERT_SECONDS = 0.5
@@ -115,16 +117,18 @@ def unheard_alert(host: str, port: int, context: ssl.SSLContext) -> ssl.SSLError
     In TLS 1.3 a server checks the client's certificate while the first request is under way. If the
     server closes with that request unread, its alert is lost. A client without a request gets it.
     """
-    try:
-        with (
-            socket.create_connection((host, port), _ALERT_SECONDS) as raw,
-            context.wrap_socket(raw, server_hostname=host) as line,
-        ):
-            line.recv(1)
-    except ssl.SSLError as error:
-        return error if stays_refused(str(error)) else None
-    except OSError:
-        return None
+    with suppress(OSError):
+        for *_, address in look_up(host, port, _ALERT_SECONDS):
+            try:
+                with (
+                    socket.create_connection(address[:2], _ALERT_SECONDS) as raw,
+                    context.wrap_socket(raw, server_hostname=host) as line,
+                ):
+                    line.recv(1)
+            except ssl.SSLError as error:
+                return error if stays_refused(str(error)) else None
+            except OSError:
+                continue
     return None
 
 

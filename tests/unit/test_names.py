@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import pytest
 
 from rdzv_plugins.stores import _names
 from rdzv_plugins.stores._names import look_up
+from rdzv_plugins.stores._tls import unheard_alert
+from tests.nonsense import serving
 
 HOST, PORT = "store.test", 6379
 # Far longer than any of this takes.
@@ -28,14 +31,14 @@ class Resolver:
         self.asked = 0
         self._real = socket.getaddrinfo
 
-    def getaddrinfo(self, host: str, port: int, **options: Any) -> Any:
+    def getaddrinfo(self, host: str, port: int, *arguments: Any, **options: Any) -> Any:
         if host != HOST or options.get("flags"):
-            return self._real(host, port, **options)
+            return self._real(host, port, *arguments, **options)
         self.asked += 1
         self.answers.wait(LONG)
         if isinstance(self.says, Exception):
             raise self.says
-        return self._real(self.says, port, **options)
+        return self._real(self.says, port, *arguments, **options)
 
 
 @pytest.fixture
@@ -90,6 +93,18 @@ def test_a_name_that_was_never_known_is_waited_for_no_longer_than_told(resolver:
     with pytest.raises(socket.gaierror, match="name resolution"):
         addresses(0.1)
     assert time.monotonic() - began < LONG / 2
+
+
+def test_an_alert_is_asked_for_at_the_last_address(resolver: Resolver) -> None:
+    resolver.says = "127.0.0.1"
+    dialled: list[bytes] = []
+    with serving(lambda line: dialled.append(line.recv(1))) as (_, port):
+        look_up(HOST, port, LONG)
+        resolver.answers.clear()
+        began = time.monotonic()
+        assert unheard_alert(HOST, port, ssl.create_default_context()) is None
+        assert time.monotonic() - began < LONG / 2
+    assert dialled == [b"\x16"]
 
 
 def test_a_resolver_that_is_away_is_no_refusal_and_one_that_knows_no_such_name_is(
