@@ -188,7 +188,7 @@ class Settings:
             raise ValueError(
                 f"option 'metrics_port': '{self.metrics_port}' must be at most {_LARGEST_PORT}"
             )
-        refuse_both(self.page_token, "page_token_file", self.page_token_file)
+        _refuse_both(self)
         if self.domain is not None:
             topology.levels(self.domain)
         if self.outage_limit is not None:
@@ -297,7 +297,7 @@ class StoreOptions:
     """file whose first line is the secret; a second secret may follow while you replace it"""
 
     def __post_init__(self) -> None:
-        refuse_both(self.secret, "secret_file", self.secret_file)
+        _refuse_both(self)
         # ZooKeeper refuses an empty path segment; refuse it for every store alike.
         if not all(self.prefix.split("/")):
             raise ValueError(
@@ -352,10 +352,6 @@ class ServerOptions(StoreOptions):
     key_file: str | None = option(None)
     """PEM file of the client's private key"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_both(self.password, "password_file", self.password_file)
-
     def current_password(self) -> str | None:
         """The password, or the present first line of ``password_file``; None: neither is set.
 
@@ -388,11 +384,13 @@ def given_or_in_file(given: str | None, name: str, path: str | None) -> str | No
     return given if given is not None or path is None else first_line(name, path)
 
 
-def refuse_both(given: str | None, name: str, path: str | None) -> None:
+def _refuse_both(options: Settings | StoreOptions) -> None:
     """Raise `ValueError` if a secret is given twice: as it is, and by the option of its file."""
-    if given is not None and path is not None:
-        variable = f"$RDZV_PLUGINS_{name.removesuffix('_file').upper()}"
-        raise ValueError(f"{name} and {variable} are both set: leave one of them out")
+    for it in fields(options):
+        file = f"{it.name}_file"
+        if getattr(options, it.name) is not None and getattr(options, file, None) is not None:
+            variable = f"$RDZV_PLUGINS_{it.name.upper()}"
+            raise ValueError(f"{file} and {variable} are both set: leave one of them out")
 
 
 def _lines(name: str, path: str) -> list[str]:

@@ -54,7 +54,7 @@ from rdzv_plugins.kv.base import (
 from rdzv_plugins.kv.findings import Finding, Mark, of_connection, of_space, of_version
 from rdzv_plugins.settings.endpoint import parse_endpoint, redact
 from rdzv_plugins.settings.files import FromFiles
-from rdzv_plugins.settings.options import ServerOptions, given_or_in_file, option, refuse_both
+from rdzv_plugins.settings.options import ServerOptions, given_or_in_file, option
 from rdzv_plugins.stores._names import look_up
 from rdzv_plugins.stores._tls import (
     context_if,
@@ -210,7 +210,6 @@ class Options(ServerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_both(self.sentinel_password, "sentinel_password_file", self.sentinel_password_file)
         if self.sentinel is None:
             for name in ("user", "password", "password_file", "tls"):
                 if getattr(self, f"sentinel_{name}") is not None:

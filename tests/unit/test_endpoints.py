@@ -127,7 +127,10 @@ TOGETHER: list[tuple[str, str, Mapping[str, str], str]] = [
     ("kubernetes", "http://{at}", {"ca_file": "a"}, "option 'ca_file': nothing would be encrypted"),
     ("kubernetes", "{at}", {"user": "joe"}, "the Kubernetes API takes no user: leave it out"),
     ("kubernetes", "{at}", {"context": "a"}, "context and kubeconfig have no effect"),
-    ("kubernetes", "{at}", {"TOKEN": "a", "token_file": "b"}, "leave all but one out"),
+    ("kubernetes", "{at}", {"TOKEN": "a", "PASSWORD": "b"}, "leave all but one out"),
+    ("kubernetes", "{at}", {"TOKEN": "a", "token_file": "b"}, "are both set"),
+    ("consul", "{at}", {"TOKEN": "a", "token_file": "b"}, "are both set"),
+    ("nats", "{at}", {"TOKEN": "a", "token_file": "b"}, "are both set"),
     ("redis", "{at}", {"PASSWORD": "a", "password_file": "b"}, "are both set"),
 ]  # fmt: skip
 
@@ -195,7 +198,7 @@ def test_what_contradicts_is_refused(
 
 
 def refusal(backend: str, endpoint: str, config: Mapping[str, str] | None = None) -> str:
-    with pytest.raises(ValueError, match=re.escape(backend) + "|password_file") as caught:
+    with pytest.raises(ValueError, match=re.escape(backend) + "|_file and ") as caught:
         open_client(backend, endpoint, "run", config, request_timeout=0.05)
     told = str(caught.value)
     assert "\n" not in told
