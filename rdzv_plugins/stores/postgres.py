@@ -237,14 +237,6 @@ class UnconnectedError(psycopg.OperationalError):
     """No host accepted a connection: no request was sent."""
 
 
-class CrowdedError(psycopg.OperationalError):
-    """The connection has logged in, but no server executes its queries."""
-
-
-class MixedUpError(psycopg.OperationalError):
-    """A pooler gives a connection's server to other clients between two requests."""
-
-
 class LateError(UnconnectedError, TimeoutError):
     """No host accepted a connection in time; an earlier attempt may have a better reason."""
 
@@ -268,7 +260,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     def open(cls, conninfo: str, limit: Limit) -> Connection:
         """Connect to one host (psycopg's own connect cannot be woken).
 
-        Raises `CrowdedError` if a pooler has no connection to the server left.
+        Raises `psycopg.OperationalError`, also if a pooler has no connection to the server left.
         """
         logged_in = False
         pgconn = pq.PGconn.connect_start(conninfo.encode())
@@ -290,7 +282,8 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
         except TimeoutError as error:
             pgconn.finish()
             if logged_in:
-                raise CrowdedError("it logged this client in, and answered no query") from error
+                said = "it logged this client in, and answered no query"
+                raise psycopg.OperationalError(said) from error
             raise
         except BaseException:
             pgconn.finish()
@@ -384,7 +377,7 @@ class Client(StoreClient):
         self._call(request)
 
     def _learn_mode(self, first: Connection, second: Connection) -> None:
-        """Raise `MixedUpError` unless the pooler keeps a server for each connection.
+        """Raise `psycopg.OperationalError` unless the pooler keeps a server for each connection.
 
         Otherwise the pooler gives the server of ``first`` to ``second``, and another server to
         ``first``; in a busy pool this shows only after some looks.
@@ -397,7 +390,7 @@ class Client(StoreClient):
             finally:
                 second.execute("ROLLBACK")
             if not kept:
-                raise MixedUpError("it gave this client's server to another one")
+                raise psycopg.OperationalError("it gave this client's server to another one")
         self._keeps_sessions = True
         for db in (first, second):
             self._set_timeout(db)
