@@ -17,18 +17,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-__all__ = [
-    "VARIABLE",
-    "CurrentRound",
-    "FencedError",
-    "current",
-    "end_with_agent",
-    "fence",
-    "hand_down",
-    "refuse_in_a_worker",
-    "take_back",
-]
-
 VARIABLE = "RDZV_CURRENT_ROUND"
 """JSON. The names RDZV_PLUGINS_* are options."""
 
