@@ -10,6 +10,7 @@ from rdzv_plugins.protocol import policies
 from rdzv_plugins.protocol.documents import (
     Accusation,
     Cause,
+    Names,
     NodeRecord,
     Phase,
     RoundDocument,
@@ -153,7 +154,8 @@ def naming_participants(at: Situation) -> RoundDocument:
     taken = {*chosen}
     failed = [records[node].label for node in survivors if records[node].failed]
     # `Situation.previous_gone` includes nodes that had asked for this round and were lost since.
-    cause = amended(document.cause, records, at.previous_gone, at.by_accusation).plus(failed=failed)
+    cause = _without_counts(document)
+    cause = amended(cause, records, at.previous_gone, at.by_accusation).plus(failed=failed)
     surplus = [records[node].label for node in survivors if node not in taken]
     if surplus or cause.surplus:  # cause.surplus is from rounds that never ran.
         cause = replace(
@@ -182,6 +184,14 @@ def naming_participants(at: Situation) -> RoundDocument:
         # Fencing token: in milliseconds, so that it grows even if the store forgot the last token.
         fencing_token=max(document.fencing_token + 1, int(at.wall * 1000)),
     )
+
+
+def _without_counts(document: RoundDocument) -> Cause:
+    """The cause without the counts that the first naming since a round ran adds again."""
+    cause = document.cause
+    if document.ran is None:
+        return cause
+    return replace(cause, joined=Names(cause.joined.first), failed=Names(cause.failed.first))
 
 
 def naming(cause: Cause, at: Situation, nodes: Collection[str]) -> Cause:

@@ -18,6 +18,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
     Status,
 )
+from rdzv_plugins.protocol.parting import newcomers_with
 from rdzv_plugins.protocol.rules import (
     Abdicate,
     Action,
@@ -305,6 +306,30 @@ class TestCauses:
         after = written(decide(view(everybody["n1"], now, everybody)))
         assert after.participants == ("n1", "n2", "n4")
         assert after.cause == Cause().plus(lost=["n3[1]"], joined=["n4[1]"])
+
+    @pytest.mark.parametrize(("waiting", "room"), [(20, 20), (30, 4)])
+    def test_each_of_many_newcomers_counts_once(self, waiting: int, room: int) -> None:
+        most = 4 + room
+        now = document(Phase.RUNNING, max_nodes=most, participants=("n1", "n2", "n3", "n4"))
+        now = replace(now, ran=now.world_id)
+        rules = replace(RULES, max_nodes=most, last_call_timeout=0.0)
+        new = {f"n{i}": record(f"n{i}", max_nodes=most) for i in range(5, 5 + waiting)}
+        old = {name: replace(it, max_nodes=most) for name, it in all_running(now).items()}
+        forms = written(decide(view(old["n1"], now, old | new, joining=False, rules=rules)))
+        old = {name: record(name, round_=now.round, max_nodes=most) for name in now.participants}
+        named = written(decide(view(old["n1"], forms, old | new, rules=rules)))
+        joined = named.cause.joined
+        assert joined.count == room
+        assert newcomers_with(joined.first[0], named) == joined
+
+    def test_each_of_many_whose_workers_failed_counts_once(self) -> None:
+        names = tuple(f"n{i}" for i in range(1, 21))
+        cause = Cause().plus(failed=[f"{it}[1]" for it in names])
+        now = document(Phase.FORMING, max_nodes=20, previous=names, ran="a-world", cause=cause)
+        asks = {it: record(it, round_=3, max_nodes=20, failed=True) for it in names}
+        rules = replace(RULES, max_nodes=20)
+        named = written(decide(view(asks["n1"], now, asks, rules=rules)))
+        assert (named.phase, named.cause.failed.count) == (Phase.CONFIRMING, 20)
 
     def test_each_whose_workers_failed_is_named_and_who_was_told_to_join_is_not(self) -> None:
         others = {
