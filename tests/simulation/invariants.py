@@ -1056,7 +1056,8 @@ class Checker:
             record = listing.get(other) if listing is not None else None
             if other == node or other in {*known.absent, *known.drained} or theirs.address in hosts:
                 continue
-            if theirs.nodes != track.nodes or theirs.label in known.cause.lost:
+            is_lost = theirs.label in known.cause.lost and not known.names(other)
+            if theirs.nodes != track.nodes or is_lost:
                 continue
             if listing is not None:
                 if record is None or record.status in (Status.LEFT, Status.DONE):

@@ -57,6 +57,10 @@ class TestLostNodes:
     def test_a_node_that_was_lost_as_it_asked_does_not_count(self) -> None:
         assert not goes_on(LOST_A, {**RECORDS, "a": record(1, Status.JOIN)})
 
+    def test_a_node_that_was_lost_and_is_in_the_round_again_counts(self) -> None:
+        back = replace(LAST, round=2, cause=LOST_A.cause)
+        assert goes_on(back, {node: replace(it, round=2) for node, it in RECORDS.items()})
+
     def test_a_node_that_has_not_come_to_the_round_that_runs_does_not_count(self) -> None:
         left_out = replace(LAST, round=2, participants=("b", "c"))
         records = {**RECORDS, "b": record(2, Status.RUN, 2)}
