@@ -199,7 +199,10 @@ class Lead:
         if self._carried is not None or now < self._looks_back_at:
             return
         try:
-            self._carried = yield from ReadExclusions()
+            carried = yield from ReadExclusions()
+            # What the document has is not carried over again after `rdzv include` ends it.
+            hosts = {it.host for it in document.excluded}
+            self._carried = tuple(it for it in carried if it.host not in hosts)
         except (RendezvousConnectionError, RendezvousStateError) as error:
             self._looks_back_at = self._clock() + self._rules.interval
             is_final = isinstance(error, RendezvousStateError)

@@ -238,6 +238,21 @@ class TestTheFirstRound:
         assert [it.host for it in crowd.document.excluded] == ["n2"]
         assert crowd.document.reason == "excluded n2[1]"
 
+    def test_an_exclusion_that_a_person_ends_stays_ended_under_the_next_leader(self) -> None:
+        crowd, kept_out = Crowd(), (Exclusion("n1"),)
+        first, *_ = crowd.begin(replace(PAIR, max_nodes=3), "n1", "n2", "n3")
+        archive(crowd.server).exclude(*kept_out, 0.0)
+        crowd.write(excluded=kept_out)
+        crowd.play_until(lambda: crowd.document.participants == ("n2", "n3"), 3 * PAIR.interval)
+        assert crowd.document.leader == "n1"
+        first.leave()
+        crowd.play(3 * PAIR.interval)
+        archive(crowd.server).include(["n1"], 0.0)
+        crowd.write(excluded=())
+        crowd.play(3 * PAIR.interval)
+        assert crowd.document.leader != "n1"
+        assert crowd.document.excluded == ()
+
     def test_what_cannot_be_read_for_a_lease_is_done_without(self) -> None:
         server, time = MemoryServer(), Time()
         life = Life(
