@@ -294,6 +294,12 @@ def rules_of(
 ) -> Rules:
     """The rules of the protocol, from the handler's options."""
     of_run = {it.name for it in fields(settings) if it.metadata["of_run"]}
+    options = {it.name: getattr(settings, it.name) for it in fields(Rules) if it.name in of_run}
+    # Shorter than the join_timeout of the nodes that wait.
+    longest = 0.8 * settings.join_timeout
+    if options["replacement_timeout"] is None:
+        options["replacement_timeout"] = settings.last_call_timeout
+    options["replacement_timeout"] = min(options["replacement_timeout"], longest)
     return Rules(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -301,11 +307,10 @@ def rules_of(
         interval=settings.keep_alive_interval,
         last_call_timeout=settings.last_call_timeout,
         request_timeout=settings.request_timeout,
-        # Shorter than the join_timeout of the nodes that wait.
-        rejoin_timeout=min(settings.rejoin_timeout, 0.8 * settings.join_timeout),
+        rejoin_timeout=min(settings.rejoin_timeout, longest),
         outage_limit=settings.patience_in_an_outage,
         answer_timeout=answer_timeout,
         sweep_after=settings.sweep_after,
         abandoned_ttl=max(settings.abandoned_ttl, 4 * settings.lease),
-        **{name: getattr(settings, name) for name in of_run & {it.name for it in fields(Rules)}},
+        **options,
     )

@@ -70,7 +70,7 @@ class Settings:
     """when a node is lost, restart the others at once"""
     replacement_timeout: float | None = option(None, least=0, of_run=True)
     """seconds that a restart after a loss waits for more nodes than the minimum, unless all nodes
-    of the last round are back; default: last_call_timeout"""
+    of the last round are back; default: last_call_timeout; at most 0.8 x join_timeout"""
     grow: str = option("now", choices=("now", "checkpoint", "never"), of_run=True)
     """when new nodes may end a running round that has room: now, checkpoint (after
     ``rdzv_plugins.saved()``) or never; see policies.md"""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rdzv_plugins.process.factory import rules_of
 from rdzv_plugins.protocol.decide import decide
 from rdzv_plugins.protocol.documents import Cause, Names, Outcome, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.policies import noted
@@ -15,6 +16,8 @@ from rdzv_plugins.protocol.rounds import next_round
 from rdzv_plugins.protocol.rules import Close, Rules, View
 from rdzv_plugins.protocol.situation import assess
 from rdzv_plugins.protocol.words import diagnose, of_node
+from rdzv_plugins.settings.options import Settings
+from rdzv_plugins.settings.parsing import parse_options
 from tests import replace
 from tests.unit.crowd import Crowd
 
@@ -147,6 +150,13 @@ class TestTheLastCall:
         assert last_call_seconds(self.RULES, now) == 30.0
         assert last_call_seconds(replace(self.RULES, replacement_timeout=2.0), now) == 2.0
         assert last_call_seconds(replace(self.RULES, replacement_timeout=0.0), now) == 0.0
+
+    @pytest.mark.parametrize("given", ["last_call_timeout", "replacement_timeout"])
+    def test_one_waits_for_less_time_than_the_joins_of_those_that_wait(self, given: str) -> None:
+        """Otherwise all of them would fail, and with them a job that has enough nodes."""
+        options = parse_options(Settings, {"join_timeout": "100", given: "100"}, {})
+        now = self.named(3, lost=("n1[1]",))
+        assert last_call_seconds(rules_of(options, 2, 3), now) == 80.0
 
     def test_one_waits_no_longer_once_each_is_replaced(self) -> None:
         """Such as by an agent that its supervisor started again before the lease was over."""
