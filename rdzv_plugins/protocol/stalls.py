@@ -27,7 +27,7 @@ _HEARTBEATS_APART = 2
 _SHOWN = {
     Doing.NO_ANSWER: "; it answers no signal: it is stopped, or hangs in the kernel",
     Doing.OWN_CODE: "",
-    Doing.COLLECTIVE: "; it waits in torch for other ranks, as all others do",
+    Doing.COLLECTIVE: "; it waits in torch for other ranks",
 }
 
 
@@ -106,7 +106,9 @@ def stuck(view: View, at: Situation) -> tuple[NodeRecord, str] | None:
         return None
     silence = view.possible_silence
     first = min(stood, key=lambda it: (*_blame(told[it]), -stood[it] - 1000 * silence(it)))
-    return told[first], f"{steps_of_node(told[first])}{_SHOWN[_blame(told[first])[1]]}"
+    alike = {_blame(it)[1] for it in told.values()} == {Doing.COLLECTIVE}
+    shown = _SHOWN[_blame(told[first])[1]] + (", as all others do" if alike else "")
+    return told[first], f"{steps_of_node(told[first])}{shown}"
 
 
 def _told(document: RoundDocument, records: Mapping[str, NodeRecord]) -> dict[str, NodeRecord]:

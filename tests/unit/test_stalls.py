@@ -82,6 +82,17 @@ def test_the_rank_that_is_named(stalls: tuple[tuple[int, Doing], ...], named: in
     assert f"no step for 10 s (usually 0.8 s): rank {named} on n{named} stands" in after.reason
 
 
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [(Doing.COLLECTIVE, "for other ranks, as all others do"), (Doing.OWN_CODE, "for other ranks")],
+)
+def test_what_all_others_do_is_told_only_of_all_others(other: Doing, text: str) -> None:
+    behind = {"step": (40, 800, 0), "stall": (10_000, Doing.COLLECTIVE)}
+    after = ended(leads(behind, *[{"step": STEP, "stall": (10_000, other)}] * 2))
+    assert after is not None
+    assert after.reason.endswith(f"stands at step 40; it waits in torch {text}")
+
+
 def test_the_one_that_stood_still_for_longest_is_named() -> None:
     told = [{"step": STEP, "stall": OVER}] * 3
     after = ended(leads(*told, silent={"n2": 0.5, "n3": 0.7}))
