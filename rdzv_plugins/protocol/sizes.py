@@ -55,12 +55,17 @@ class Sizes:
         options = {"node_unit": self.node_unit, "segment": self.segment}
         return " and ".join(f"{name}={value}" for name, value in options.items() if value > 1)
 
+    @property
+    def demand(self) -> str:
+        """Such as "node_unit=4 demands"."""
+        return f"{self.constraints} demand{'' if ' and ' in self.constraints else 's'}"
+
     def refuse_if_impossible(self) -> None:
         """Raises `ValueError` if no round can ever form."""
         if self.least > self.most:
             raise ValueError(
                 f"--nnodes={self.min_nodes}:{self.max_nodes} allows no multiple of {self.step} "
-                f"nodes, as {self.constraints} demands: change one of them"
+                f"nodes, as {self.demand}: change one of them"
             )
 
 

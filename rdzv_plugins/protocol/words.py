@@ -293,7 +293,7 @@ def _too_few(at: Situation, known: _Known, needs: int, here: str) -> Diagnosis:
         left = at.document.cause.left.plus(ended).without(unfit)
         silent = _NOBODY if known.leads else _NOBODY.plus(labels(records, at.doubted))
     more = needed(at.ready, records, sizes)
-    demands = f", as {sizes.constraints} demands" if more > max(0, sizes.min_nodes - ready) else ""
+    demands = f", as {sizes.demand}" if more > max(0, sizes.min_nodes - ready) else ""
     limits = [(known.join, _TO_JOIN)]
     if at.awaited and known.rejoin is not None:
         limits.append((known.rejoin, "to rejoin_timeout"))
@@ -375,7 +375,7 @@ def _waiting_for_the_next(at: Situation, known: _Known) -> Diagnosis:
         runs = "has lost all its nodes"
     does = f"waiting for the next round: round {document.round} {runs}{_led(document, known)}"
     if sizes.constraints and document.size < sizes.most:
-        does += f", which lets more in as {sizes.constraints} demands"
+        does += f", which lets more in as {sizes.demand}"
     return Diagnosis(does=does, seconds=known.join, limit=_TO_JOIN)
 
 

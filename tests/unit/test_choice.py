@@ -61,7 +61,7 @@ class TestSizes:
         [
             (Sizes(4, 6, node_unit=8), "4:6 allows no multiple of 8 nodes, as node_unit=8 demands"),
             (Sizes(3, 3, segment=2), "3:3 allows no multiple of 2 nodes, as segment=2 demands"),
-            (Sizes(1, 8, 4, 3), "multiple of 12 nodes, as node_unit=4 and segment=3 demands"),
+            (Sizes(1, 8, 4, 3), "multiple of 12 nodes, as node_unit=4 and segment=3 demand:"),
         ],
     )
     def test_what_can_never_start_is_refused(self, sizes: Sizes, says: str) -> None:

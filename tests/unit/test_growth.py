@@ -193,14 +193,20 @@ class TestProgress:
         assert self.after(Cause(joined=Names(("n3[1]",))), 1.0) == 1
         assert self.after(Cause(joined=Names(("n3[1]",))), 60.0) == 0
 
-    def test_at_the_limit_the_run_is_closed(self) -> None:
-        now = document(Phase.FORMING, max_nodes=4, short_rounds=3, cause=self.CAUSE)
-        action = decide(leads(now=now, no_progress_rounds=3, no_progress_uptime=60.0))
+    @pytest.mark.parametrize(
+        ("most", "said"),
+        [
+            (1, "a round ran for less than 60 s, it"),
+            (3, "3 rounds in a row ran for less than 60 s, the last one"),
+        ],
+    )
+    def test_at_the_limit_the_run_is_closed(self, most: int, said: str) -> None:
+        now = document(Phase.FORMING, max_nodes=4, short_rounds=most, cause=self.CAUSE)
+        action = decide(leads(now=now, no_progress_rounds=most, no_progress_uptime=60.0))
         assert isinstance(action, Close)
         assert action.outcome is Outcome.NO_PROGRESS
         assert action.why == (
-            "no progress: 3 rounds in a row ran for less than 60 s, the last one ended so: "
-            "n2[1] joined again (its workers failed)"
+            f"no progress: {said} ended so: n2[1] joined again (its workers failed)"
         )
 
 

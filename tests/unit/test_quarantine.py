@@ -97,6 +97,12 @@ class TestQuarantine:
         named = written(lead(after, joining("n1", "n2", "n3", round_=4)))
         assert named.participants == ("n1", "n2")
 
+    def test_a_single_round_is_told_without_a_time(self) -> None:
+        rules = replace(RULES, quarantine_after=1, quarantine_window=600.0)
+        first = replace(FORMING, strikes=())
+        (held,) = written(lead(first, joining("n1", "n2", round_=4), rules=rules)).quarantined
+        assert held.why == "a round ended because of it"
+
     def test_also_one_that_is_not_there_yet(self) -> None:
         after = written(lead(FORMING, joining("n1", "n2", round_=4)))
         assert [it.host for it in after.quarantined] == ["n3"]

@@ -87,7 +87,7 @@ EXPLAINS_ITSELF = (
     "for the network check (…): name more, or end what listens there",
     "option 'domain': '…' must have 1 to … characters, as in rack7 or spine1/rack7",
     "option 'domain': … must have neither spaces nor $(...); is a variable not set?",
-    "--nnodes=…:… allows no multiple of … nodes, as … demands: change one of them",
+    "--nnodes=…:… allows no multiple of … nodes, as …: change one of them",
     "needs the domain of this node, which neither Slurm nor NVML tells: set domain=... or",
     "rank_order=topology, but nobody knows the domain of this node; its rank follows those of all",
     "option 'check_command': '…' names no program",

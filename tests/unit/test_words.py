@@ -209,6 +209,8 @@ class TestUnitsAndSegments:
         assert self.of("node_unit=6", forming, "aaaaa") == text
         text = "waiting for 1 node: 4 of 4..16 are here, as segment=2 demands"
         assert self.of("segment=2", forming, "abcc") == text
+        text = "waiting for 1 node: 4 of 4..16 are here, as node_unit=4 and segment=2 demand"
+        assert self.of("node_unit=4,segment=2", forming, "abcc") == text
         assert self.of("node_unit=4", forming, "aaa") == "waiting for 1 node: 3 of 4..16 are here"
 
     def test_the_sentence_says_how_many_nodes_wait_while_a_round_runs(self) -> None:

@@ -23,9 +23,13 @@ class NoProgress(Policy):
             return None
         if not 0 < rules.no_progress_rounds <= document.short_rounds:
             return None
+        count = document.short_rounds
+        rounds, last = (
+            (f"{count} rounds in a row", "the last one") if count > 1 else ("a round", "it")
+        )
         why = (
-            f"no progress: {document.short_rounds} rounds in a row ran for less than "
-            f"{rules.no_progress_uptime:g} s, the last one ended so: {document.reason}"
+            f"no progress: {rounds} ran for less than {rules.no_progress_uptime:g} s, "
+            f"{last} ended so: {document.reason}"
         )
         return Close(document, Outcome.NO_PROGRESS, why)
 

@@ -122,7 +122,10 @@ def quarantined(
         left, served = others, was.served + 1
         seconds = rules.quarantine_window * _FIRST_SHARE * 2.0 ** min(was.served, _MOST_DOUBLINGS)
         until = now + min(seconds, rules.quarantine_window)
-        why = f"{len(times)} rounds ended because of it within {max(1.0, now - times[0]):.0f} s"
+        why = "a round ended because of it"
+        if len(times) > 1:
+            within = max(1.0, now - times[0])
+            why = f"{len(times)} rounds ended because of it within {within:.0f} s"
         known[host] = Strikes(host, (), served, until)
         document = replace(
             document,
