@@ -148,7 +148,7 @@ class Neighbours:
     def _accusation(self) -> tuple[str, Accusation] | None:
         """The accusation against this node in the document, with the incarnation."""
         document = self._seen.document
-        if document is None or not document.accused or self._rules.answer_timeout is None:
+        if document is None or not document.accused:
             return None
         against = (it for it in document.accused if it.node == self._id and not it.lost)
         accusation = next(against, None)

@@ -303,8 +303,9 @@ def asks(crowd: Crowd, *names: str) -> None:
     carry_out(client, Archive(lambda _: client, "run", 0), work, tell=lambda _: None)
 
 
-def test_whom_a_person_accuses_answers_at_once(crowd: Crowd) -> None:
-    begin(crowd)
+@pytest.mark.parametrize("links", [True, False])
+def test_whom_a_person_accuses_answers_at_once(crowd: Crowd, links: bool) -> None:
+    begin(crowd, RULES if links else replace(RULES, answer_timeout=None))
     before = {name: record(crowd, name).beat for name in NAMES}
     asks(crowd, *NAMES)
     crowd.play(0.05)
