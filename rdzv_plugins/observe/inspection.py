@@ -38,7 +38,7 @@ from rdzv_plugins.protocol.situation import Situation, assess_from_outside
 from rdzv_plugins.protocol.stalls import StepReport, steps_of_run
 from rdzv_plugins.protocol.states import State, is_due, state_of
 from rdzv_plugins.protocol.wall_clock import CLOCKS_DIFFER, as_iso, shown
-from rdzv_plugins.protocol.words import call_ends, diagnose, of_run
+from rdzv_plugins.protocol.words import before_the_first_round, call_ends, of_run
 
 NOTHING_STORED = "nothing is stored under this id: check the id and the prefix"
 """The answer of all commands for an id that they do not find."""
@@ -295,7 +295,7 @@ class Inspection:
     def _needs_no_watch(self) -> bool:
         document = self.document
         if document is None:
-            return not self._waits_to_be_fit
+            return not self._unfit
         return document.closed and not self.at_work
 
     @property
@@ -328,9 +328,10 @@ class Inspection:
         return age >= -CLOCKS_DIFFER and not is_due(age - 1.0, record)
 
     @property
-    def _waits_to_be_fit(self) -> bool:
-        """Whether an unfit node lives, which joins as soon as its check passes."""
-        return any(it.is_unfit and not self.is_silent(node) for node, it in self.records.items())
+    def _unfit(self) -> list[NodeRecord]:
+        """The live unfit nodes, which join as soon as their checks pass."""
+        found = self.records.items()
+        return [it for node, it in found if it.is_unfit and not self.is_silent(node)]
 
     def is_silent(self, node: str) -> bool:
         """Whether a heartbeat of the node was due and did not come."""
@@ -353,7 +354,7 @@ class Inspection:
         if document is None:
             if self.is_torchs:
                 return Condition.RUNNING
-            if self._waits_to_be_fit:
+            if self._unfit:
                 return Condition.FORMING
             if self.last is None:
                 return Condition.ABSENT
@@ -390,8 +391,8 @@ class Inspection:
         return assess_from_outside(*found, time.time())
 
     def _what_it_was(self) -> str:
-        if self._waits_to_be_fit:
-            return str(diagnose(None, self.records, self.is_silent))
+        if self._unfit:
+            return str(before_the_first_round(self._unfit))
         torchs = "a run of handler=torch, whose state cannot be shown"
         return torchs if self.is_torchs else what_it_was(self.last)
 

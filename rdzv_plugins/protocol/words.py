@@ -7,7 +7,7 @@ outside observer sees all records, and whether heartbeats stand still.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -19,7 +19,7 @@ from rdzv_plugins.protocol.policies.kept_out import summary
 from rdzv_plugins.protocol.policies.network import own_findings, sentence, slow
 from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.rules import View
-from rdzv_plugins.protocol.situation import Situation, assess, assess_from_outside, unconfirmed
+from rdzv_plugins.protocol.situation import Situation, assess, unconfirmed
 from rdzv_plugins.protocol.sizes import Sizes, needed
 from rdzv_plugins.protocol.wall_clock import shown
 
@@ -133,31 +133,16 @@ class _Known:
 _Says: TypeAlias = Callable[[Situation, _Known], Diagnosis]
 
 
-def diagnose(
-    document: RoundDocument | None,
-    records: Mapping[str, NodeRecord],
-    is_silent: Callable[[str], bool] = lambda _: False,
-    quiet_for: float | None = None,
-    now: float = 0.0,
-    is_lost: Callable[[str], bool] | None = None,
-) -> Diagnosis:
-    """The diagnosis by an observer that has read all of the run and is no node of it.
-
-    Args:
-        is_silent: whether a heartbeat of the node is overdue.
-        quiet_for: seconds of watching in which no heartbeat was seen; None: not observed.
-        is_lost: whether its lease has run out; None: each silent node is lost.
-    """
-    if document is None:
-        unfit = (it for node, it in records.items() if it.is_unfit and not is_silent(node))
-        return Diagnosis(does="no round has begun", unfit=_reasons(unfit))
-    return of_run(
-        assess_from_outside(document, records, is_silent, is_lost or is_silent, now), quiet_for
-    )
+def before_the_first_round(unfit: Iterable[NodeRecord]) -> Diagnosis:
+    """The diagnosis by an observer while no round has begun, with the live unfit nodes."""
+    return Diagnosis(does="no round has begun", unfit=_reasons(unfit))
 
 
 def of_run(at: Situation, quiet_for: float | None = None) -> Diagnosis:
-    """The diagnosis of a known situation by an observer."""
+    """The diagnosis of a known situation by an observer that is no node of the run.
+
+    ``quiet_for``: seconds of watching in which no heartbeat was seen; None: not observed.
+    """
     leader = at.records.get(at.document.leader or "")
     ends, since = call_ends(at.document, leader), shown(at.document.since, at.wall)
     known = _Known(leader=leader, since=since, quiet=quiet_for, hold=_held(at))

@@ -15,13 +15,13 @@ from rdzv_plugins.protocol.policies.growth import last_call_seconds, why_not_gro
 from rdzv_plugins.protocol.rounds import next_round
 from rdzv_plugins.protocol.rules import Close, Rules, View
 from rdzv_plugins.protocol.situation import assess
-from rdzv_plugins.protocol.words import diagnose, of_node
+from rdzv_plugins.protocol.words import of_node
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.settings.parsing import parse_options
 from tests import replace
 from tests.unit.crowd import Crowd
 
-from .views import RULES, document, record, running, view
+from .views import RULES, diagnose, document, record, running, view
 
 # Two train, and there is room for two more.
 NOW = document(Phase.RUNNING, max_nodes=4, participants=("n1", "n2"))

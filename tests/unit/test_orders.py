@@ -32,13 +32,13 @@ from rdzv_plugins.protocol.orders import Given, accuse, drain, exclude, include,
 from rdzv_plugins.protocol.policies.kept_out import describe
 from rdzv_plugins.protocol.remarks import remarks
 from rdzv_plugins.protocol.rules import Action, Confirm, Fail, Failure, SetRecord, Start, Wait
-from rdzv_plugins.protocol.words import diagnose, of_node
+from rdzv_plugins.protocol.words import of_node
 from tests import replace
 
 from .crowd import Crowd
 from .life import NAMESPACE, Life, Time, archive, finish, stored
 from .life import RULES as PAIR
-from .views import RUN, all_running, document, joining, record, running, view, written
+from .views import RUN, all_running, diagnose, document, joining, record, running, view, written
 
 T = TypeVar("T")
 

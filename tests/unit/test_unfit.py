@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from rdzv_plugins.kv import MemoryServer
-from rdzv_plugins.protocol import effects, words
+from rdzv_plugins.protocol import effects
 from rdzv_plugins.protocol.cleanup import close_run
 from rdzv_plugins.protocol.documents import (
     NODES_PREFIX,
@@ -21,10 +21,12 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.orders import give, nodes_named
 from rdzv_plugins.protocol.rules import Failure, Rules
+from rdzv_plugins.protocol.words import before_the_first_round
 from tests import replace
 
 from .crowd import Crowd, Member
 from .life import RULES, Life, Time, sweep
+from .views import diagnose
 
 pytestmark = pytest.mark.rule("unfit nodes")
 
@@ -153,7 +155,7 @@ class TestBeforeItsFirstRound:
         it = record(crowd, c)
         assert it is not None
         assert it.is_unfit
-        said = words.diagnose(None, {"c": it})
+        said = before_the_first_round([it])
         assert str(said) == f"no round has begun; unfit: c[1] ({ECC})"
 
     def test_alone_it_leaves_nothing_when_it_ends(self, crowd: Crowd) -> None:
@@ -215,9 +217,9 @@ class TestWhatIsTold:
         turn_unfit(c)
         crowd.play(5.0)
         records = {it.node.id: it.node.record for it in crowd.members.values()}
-        said = str(words.diagnose(crowd.document, records))
+        said = str(diagnose(crowd.document, records))
         assert said == f"running round 1, 2 of 2..3 nodes; unfit: c[1] ({ECC})"
-        silent = str(words.diagnose(crowd.document, records, {"c"}.__contains__))
+        silent = str(diagnose(crowd.document, records, {"c"}.__contains__))
         assert silent == "running round 1, 2 of 2..3 nodes"
         assert a.given
 
@@ -227,7 +229,7 @@ class TestWhatIsTold:
             turn_unfit(member)
         crowd.play(5.0)
         records = {it.node.id: it.node.record for it in members}
-        said = str(words.diagnose(crowd.document, records))
+        said = str(diagnose(crowd.document, records))
         assert said.endswith(f"no node is fit; unfit: a[1] ({ECC}), b[1] ({ECC})")
         for member in members:
             member.ask()

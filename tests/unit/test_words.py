@@ -7,10 +7,10 @@ import pytest
 from rdzv_plugins.protocol.documents import Cause, Names, NodeRecord, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.join import Pace
 from rdzv_plugins.protocol.rules import View
-from rdzv_plugins.protocol.words import Diagnosis, diagnose, of_node
+from rdzv_plugins.protocol.words import Diagnosis, before_the_first_round, of_node
 from tests import replace
 
-from .views import RULES, all_running, document, joining, record, running, view
+from .views import RULES, all_running, diagnose, document, joining, record, running, view
 
 FIRST = document(Phase.FORMING, 0)
 LATER = document(Phase.FORMING, 5, previous=("n1", "n2", "n3"))
@@ -25,7 +25,7 @@ def exactly(of: dict[str, NodeRecord], nodes: int = 3) -> dict[str, NodeRecord]:
 
 class TestOneWhoSeesAllRecords:
     def test_no_run(self) -> None:
-        assert str(diagnose(None, {})) == "no round has begun"
+        assert str(before_the_first_round([])) == "no round has begun"
 
     def test_too_few_nodes(self) -> None:
         assert str(diagnose(FIRST, joining("n1"))) == "waiting for 1 node: 1 of 2..3 is here"

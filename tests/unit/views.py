@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from rdzv_plugins.protocol.documents import NodeRecord, Outcome, Phase, RoundDocument, Status
 from rdzv_plugins.protocol.failure_detector import Watched
 from rdzv_plugins.protocol.rules import Action, Rules, View, Write
+from rdzv_plugins.protocol.situation import assess_from_outside
+from rdzv_plugins.protocol.words import Diagnosis, of_run
 from tests import replace
 
 RUN = "the-run"
@@ -124,3 +126,15 @@ def joining(*names: str, round_: int = -1) -> dict[str, NodeRecord]:
 
 def all_running(of: RoundDocument) -> dict[str, NodeRecord]:
     return {name: running(name, of) for name in of.participants}
+
+
+def diagnose(
+    of: RoundDocument,
+    records: Mapping[str, NodeRecord],
+    is_silent: Callable[[str], bool] = lambda _: False,
+    quiet_for: float | None = None,
+    now: float = 0.0,
+    is_lost: Callable[[str], bool] | None = None,
+) -> Diagnosis:
+    """The diagnosis by an observer; ``is_lost`` None: each silent node is lost."""
+    return of_run(assess_from_outside(of, records, is_silent, is_lost or is_silent, now), quiet_for)
