@@ -32,14 +32,18 @@ def assess(view: View, document: RoundDocument) -> Situation:
     records = {**(view.records or {}), view.me: view.record}
     document = with_verdicts(view, document, records)
     gone = lost_by_accusation(document, records) if document.accused else {}
+    # No node while no lease can have run out.
+    nodes = _all_nodes(document, records) if view.until_first_lease is None else set[str]()
+    others = nodes - {view.me}
+    late = (it for it in others if view.confirmed_silence(it) >= view.lease_and_lag(it))
     return Situation(
         document=document,
         records=records,
         rules=view.rules,
         wall=view.wall,
-        lost=lost_nodes(view, document, records).union(gone),
+        lost=frozenset(filter(view.is_lost, nodes)).union(gone),
         by_accusation=gone,
-        silent=_silent_nodes(view, document, records),
+        silent=frozenset(late),
         back=frozenset(node for node in document.absent if node == view.me or view.moved(node)),
     )
 
@@ -66,27 +70,6 @@ def assess_from_outside(
         wall=wall,
         lost=lost,
         silent=lost.union(filter(is_silent, nodes)),
-    )
-
-
-def lost_nodes(
-    view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
-) -> frozenset[str]:
-    """Nodes that `View.is_lost` calls lost; none while no lease can have run out."""
-    if view.until_first_lease is not None:
-        return _NOBODY
-    return frozenset(node for node in _all_nodes(document, records) if view.is_lost(node))
-
-
-def _silent_nodes(
-    view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
-) -> frozenset[str]:
-    """Nodes whose leases have run out, even if they were given one more lease."""
-    if view.until_first_lease is not None:
-        return _NOBODY
-    others = _all_nodes(document, records) - {view.me}
-    return frozenset(
-        node for node in others if view.confirmed_silence(node) >= view.lease_and_lag(node)
     )
 
 

@@ -97,6 +97,7 @@ from rdzv_plugins.protocol.rules import (
     Wait,
     Write,
 )
+from rdzv_plugins.protocol.situation import Situation
 
 from .plan import EVERYTHING, UNSTEERED, Fault, Focus
 
@@ -440,13 +441,13 @@ def _has_another_size(view: View) -> bool:
 def _lost(patch: Patch, is_lost: Callable[[View, str], bool]) -> None:
     """Take other nodes for lost, whose leases need not have run out."""
 
-    def lost_nodes(
-        _: Any, view: View, document: RoundDocument, records: Mapping[str, NodeRecord]
-    ) -> frozenset[str]:
-        others = {*records, *document.participants, *document.previous} - {view.me}
-        return frozenset(node for node in others if is_lost(view, node))
+    def assess(original: Any, view: View, known: RoundDocument) -> Situation:
+        at: Situation = original(view, known)
+        others = {*at.records, *at.document.participants, *at.document.previous} - {view.me}
+        lost = frozenset(node for node in others if is_lost(view, node))
+        return replace(at, lost=lost.union(at.by_accusation))
 
-    patch(situation, "lost_nodes", lost_nodes)
+    patch(situation, "assess", assess)
 
 
 # Rounds: who is awaited, taken, and ranked.
