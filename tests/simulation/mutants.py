@@ -1221,18 +1221,13 @@ def quarantine_starves(patch: Patch) -> None:
     "quarantine: a host is put into quarantine the first time that it ends a round", focus=_FLAPS
 )
 def quarantined_at_once(patch: Patch) -> None:
-    patch(
-        quarantine,
-        "quarantined",
-        lambda quarantined, document, cause, records, ready, rules, now: quarantined(
-            document,
-            cause,
-            records,
-            ready,
-            dataclasses.replace(rules, quarantine_after=min(1, rules.quarantine_after)),
-            now,
-        ),
-    )
+    def quarantined(original: Any, at: Situation, cause: Cause) -> RoundDocument:
+        most = min(1, at.rules.quarantine_after or 0)
+        strict = dataclasses.replace(at.rules, quarantine_after=most)
+        after: RoundDocument = original(replace(at, rules=strict), cause)
+        return after
+
+    patch(quarantine, "quarantined", quarantined)
 
 
 @_mutant(

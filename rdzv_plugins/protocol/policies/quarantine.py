@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from rdzv_plugins.protocol.documents import (
-    Cause,
-    Exclusion,
-    Names,
-    NodeRecord,
-    Phase,
-    RoundDocument,
-    Strikes,
-)
+from rdzv_plugins.protocol.documents import Cause, Exclusion, Names, Phase, RoundDocument, Strikes
 from rdzv_plugins.protocol.policies.kept_out import in_force, without_hosts
 from rdzv_plugins.protocol.policies.policy import Policy, Stage
 from rdzv_plugins.protocol.rules import Rules, View, Write
-from rdzv_plugins.protocol.sizes import Sizes, world_size
+from rdzv_plugins.protocol.sizes import world_size
 
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
@@ -41,16 +32,16 @@ class Quarantine(Policy):
     def judge(self, view: View, at: Situation, stage: Stage) -> Write | None:
         if stage is not Stage.TOO_FEW:
             return None
-        after = let_in(at.document, at.records, at.asking, at.ready, view.rules, view.wall)
+        after = let_in(at)
         return Write(after) if after is not None else None
 
     def note(self, view: View, at: Situation, after: RoundDocument) -> RoundDocument:
-        was, rules = at.document.phase, view.rules
+        was = at.document.phase
         if was is Phase.CONFIRMING and after.phase is Phase.RUNNING:
-            return counted(after, rules, view.wall)
+            return counted(after, view.rules, view.wall)
         if was is Phase.FORMING and after.phase is Phase.CONFIRMING:
             # Decide again without the nodes of a newly quarantined host.
-            stricter = quarantined(at.document, after.cause, at.records, at.ready, rules, view.wall)
+            stricter = quarantined(at, after.cause)
             return after if stricter == at.document else stricter
         return after
 
@@ -95,29 +86,23 @@ def counted(document: RoundDocument, rules: Rules, now: float) -> RoundDocument:
     return replace(document, strikes=tuple(strikes.values())[-_HOSTS_KEPT:])
 
 
-def quarantined(
-    document: RoundDocument,
-    cause: Cause,
-    records: Mapping[str, NodeRecord],
-    ready: Collection[str],
-    rules: Rules,
-    now: float,
-) -> RoundDocument:
+def quarantined(at: Situation, cause: Cause) -> RoundDocument:
     """The forming round with a quarantine for each host that has ended too many rounds.
 
     No quarantine leaves fewer ready nodes than a round needs.
     """
+    document, records, rules, now = at.document, at.records, at.rules, at.wall
     if (most := _most(rules)) == 0:
         return document
     kept_out, known = in_force(document, now), {it.host: it for it in document.strikes}
-    left, sizes = list(ready), Sizes.of(rules)
+    left = [*at.ready]
     for host in blamed(cause, rules):
         was = known.get(host, Strikes(host))
         times = (*_recent(was, rules, now), now)
         others = [node for node in left if host not in records[node].called]
         if host in kept_out or len(times) < most:
             continue
-        if len(others) < len(left) and not world_size(others, records, sizes):
+        if len(others) < len(left) and not world_size(others, records, at.sizes):
             continue
         left, served = others, was.served + 1
         seconds = rules.quarantine_window * _FIRST_SHARE * 2.0 ** min(was.served, _MOST_DOUBLINGS)
@@ -135,21 +120,15 @@ def quarantined(
     return document
 
 
-def let_in(
-    document: RoundDocument,
-    records: Mapping[str, NodeRecord],
-    asks: Iterable[str],
-    ready: Iterable[str],
-    rules: Rules,
-    now: float,
-) -> RoundDocument | None:
+def let_in(at: Situation) -> RoundDocument | None:
     """Let as many quarantined hosts in as the forming round needs; None: that would not help.
 
-    Quarantines end in the order of their deadlines. ``asks`` includes nodes that are kept out.
+    Quarantines end in the order of their deadlines.
     """
-    nodes, sizes, freed = [*ready], Sizes.of(rules), list[str]()
+    document, records, now = at.document, at.records, at.wall
+    nodes, freed = [*at.ready], list[str]()
     barred = {it.host for it in document.excluded if it.is_in_force(now)}
-    asks = [node for node in asks if node not in document.drained]
+    asks = [node for node in at.asking if node not in document.drained]
     for it in sorted(document.quarantined, key=lambda quarantine: quarantine.until or 0.0):
         of_host = [node for node in asks if it.host in records[node].called]
         is_barred = any(barred.intersection(records[node].called) for node in of_host)
@@ -157,7 +136,7 @@ def let_in(
             continue
         nodes += of_host
         freed.append(it.host)
-        if world_size(nodes, records, sizes):
+        if world_size(nodes, records, at.sizes):
             return replace(document, quarantined=without_hosts(document.quarantined, freed))
     return None
 
