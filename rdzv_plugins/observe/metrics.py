@@ -321,7 +321,7 @@ class Report:
         ends = call_ends(document, leader) if document is not None and leader is not None else 0
         yield "rdzv_last_call_ends_timestamp_seconds", {}, ends or nan
         if document is not None and leads and view.records is not None:
-            for name, number in _by_state(view).items():
+            for name, number in _by_state(view, document).items():
                 yield "rdzv_nodes", {"state": name}, number
             steps = steps_of_run(document, {**view.records, view.me: view.record})
             if steps is not None and steps.rank is not None:
@@ -381,13 +381,13 @@ def step_gauges(steps: StepReport | None) -> Iterator[tuple[str, float]]:
     yield "rdzv_step_stalled_seconds", nan if steps is None else steps.stalled
 
 
-def _by_state(view: View) -> dict[str, int]:
+def _by_state(view: View, document: RoundDocument) -> dict[str, int]:
     """How many nodes are in each of `STATES`, as the leader sees it."""
     numbers = dict.fromkeys(STATES, 0)
     for node, record in {**(view.records or {}), view.me: view.record}.items():
         silent = node != view.me and is_due(view.confirmed_silence(node), record)
         lost = view.is_lost(node)
-        state = state_of(view.document, node, record, silent=silent, lost=lost, now=view.wall)
+        state = state_of(document, node, record, silent=silent, lost=lost, now=view.wall)
         numbers[state.value] += 1
     return numbers
 

@@ -67,7 +67,7 @@ def is_due(silence: float, record: NodeRecord | None) -> bool:
 
 
 def state_of(
-    document: RoundDocument | None,
+    document: RoundDocument,
     node: str,
     record: NodeRecord | None,
     *,
@@ -82,12 +82,10 @@ def state_of(
         silent, lost: a heartbeat is overdue, the lease ran out, on the caller's monotonic clock.
         now: seconds since the epoch; exclusions end by it.
     """
-    called_lost = document is not None and node in document.absent
+    called_lost = node in document.absent
     if record is None:
         return State.LOST if lost or called_lost else State.UNKNOWN
     asks, ended = record.asks, record.has_ended
-    if document is None:
-        document = _before_the_first(record)
     # In a closed run only nodes whose workers go on send heartbeats.
     beats = not document.closed or document.outcome is Outcome.CLOSED
     forms = document.phase is Phase.FORMING
@@ -111,14 +109,6 @@ def state_of(
         (document.phase is Phase.CONFIRMING and of_it, State.READY),
     )
     return next((state for holds, state in table if holds), State.RUNNING)
-
-
-def _before_the_first(record: NodeRecord) -> RoundDocument:
-    """The document to assume while no node has written one."""
-    return RoundDocument(
-        incarnation="", round=0, phase=Phase.FORMING, leader=None,
-        min_nodes=record.min_nodes, max_nodes=record.max_nodes,
-    )  # fmt: skip
 
 
 def _is_left_behind(document: RoundDocument, node: str, record: NodeRecord) -> bool:

@@ -51,7 +51,6 @@ AT = 1_790_000_000  # 14:13:20 UTC
 @pytest.mark.parametrize(
     ("of", "node", "its", "state"),
     [
-        (None, "n4", ASKS, "joining"),
         (FORMING, "n4", ASKS, "joining"),
         (FORMING, "n4", replace(ASKS, status=Status.SPARE), "joining"),
         (FORMING, "n4", replace(ASKS, max_nodes=9), "waiting"),
@@ -88,9 +87,7 @@ AT = 1_790_000_000  # 14:13:20 UTC
         (CLOSED, "n4", replace(ASKS, status=Status.SPARE), "waiting"),
     ],
 )  # fmt: skip
-def test_what_a_node_does(
-    of: RoundDocument | None, node: str, its: NodeRecord | None, state: str
-) -> None:
+def test_what_a_node_does(of: RoundDocument, node: str, its: NodeRecord | None, state: str) -> None:
     found = state_of(of, node, its, silent=False, lost=False, now=float(AT))
     assert found.value == state
 
