@@ -16,12 +16,12 @@ def as_iso(seconds: float) -> str | None:
     return at.isoformat(timespec="seconds") if at is not None else None
 
 
-def shown(seconds: float, now: float) -> str:
+def shown(seconds: float, now: float, clock: str = "%H:%M:%S") -> str:
     """For people, such as "07:24:02 UTC", with the date if a day off; "": not known."""
     at = _time(seconds)
     if at is None:
         return ""
-    return at.strftime("%H:%M:%S UTC" if abs(now - seconds) < _DAY else "%Y-%m-%d %H:%M:%S UTC")
+    return at.strftime(f"{'' if abs(now - seconds) < _DAY else '%Y-%m-%d '}{clock} UTC")
 
 
 def _time(seconds: float) -> datetime | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -11,11 +10,10 @@ from msgspec.structs import replace
 from rdzv_plugins.protocol.documents import Exclusion, NodeRecord, Phase, RoundDocument
 from rdzv_plugins.protocol.policies.policy import NOTHING, Policy, Reason, Stage
 from rdzv_plugins.protocol.rules import Action, Failure, View, Write
+from rdzv_plugins.protocol.wall_clock import shown
 
 if TYPE_CHECKING:
     from rdzv_plugins.protocol.situation import Situation
-
-_DAY = 24 * 3600.0
 
 # A sentence tells at most this many exclusions.
 _SHOWN = 2
@@ -111,15 +109,8 @@ def pruned(document: RoundDocument, records: Mapping[str, NodeRecord], now: floa
 
 def describe(exclusion: Exclusion, now: float, done: str = "excluded") -> str:
     """A text such as "node-9 excluded until 14:00 UTC: ECC errors"; ``done``: the participle."""
-    until = ""
-    if exclusion.until is not None:
-        try:
-            at = datetime.fromtimestamp(exclusion.until, UTC)
-        except (OverflowError, OSError, ValueError):
-            at = None  # Stored values are not trusted.
-        if at is not None:
-            shape = "%H:%M UTC" if exclusion.until - now < _DAY else "%Y-%m-%d %H:%M UTC"
-            until = f" until {at.strftime(shape)}"
+    at = shown(exclusion.until or 0.0, now, "%H:%M")
+    until = f" until {at}" if at else ""
     why = f": {exclusion.why}" if exclusion.why else ""
     return f"{exclusion.host} {done}{until}{why}"
 
