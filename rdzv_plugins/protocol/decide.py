@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeAlias
 
 from msgspec.structs import replace
@@ -567,10 +568,6 @@ def _is_late(view: View, node: str, record: NodeRecord | None) -> bool:
     return view.confirmed_silence(node) >= least
 
 
-def _judge_before_all(view: View, at: Situation) -> Action | None:
-    return _judge(view, at, Stage.BEFORE_ALL)
-
-
 def _judge(view: View, at: Situation, stage: Stage) -> Action | None:
     verdict = policies.judged(view, at, stage)
     if not isinstance(verdict, Again):
@@ -584,7 +581,7 @@ _IN_ANY_PHASE: tuple[_Leads, ...] = (
     _form_without_the_roster,
     _ask_the_accused,  # Accusations.
     _doubt,
-    _judge_before_all,  # Exclusions, no progress and checkpoint.
+    partial(_judge, stage=Stage.BEFORE_ALL),  # Exclusions, no progress and checkpoint.
 )
 
 
@@ -687,10 +684,6 @@ def _await_confirmations(view: View, at: Situation) -> Action | None:
     return Wait(_until_lease(view, at.document.participants))
 
 
-def _judge_before_running(view: View, at: Situation) -> Action | None:
-    return _judge(view, at, Stage.BEFORE_RUNNING)
-
-
 def _run(view: View, at: Situation) -> Action | None:
     document = at.document
     master = at.records[document.participants[0]].master
@@ -701,7 +694,7 @@ def _run(view: View, at: Situation) -> Action | None:
 _CONFIRMING: tuple[_Leads, ...] = (
     _form_anew,  # Leases, leave and drain.
     _await_confirmations,
-    _judge_before_running,  # Network check.
+    partial(_judge, stage=Stage.BEFORE_RUNNING),  # Network check.
     _run,
 )
 
