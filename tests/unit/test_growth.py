@@ -165,11 +165,11 @@ class TestTheLastCall:
         assert last_call_seconds(self.RULES, now, 4) == 0.0
 
     def test_it_runs_while_the_round_trains(self) -> None:
-        here = leads(newcomers=1)
-        held = why_not_grow(here, newcomers=1, room=2, permitted=False)
+        one, two = (leads(newcomers) for newcomers in (1, 2))
+        held = why_not_grow(one, assess(one, NOW), permitted=False)
         assert held is not None
         assert held.seconds == 5.0
-        assert why_not_grow(here, newcomers=2, room=2, permitted=False) is None
+        assert why_not_grow(two, assess(two, NOW), permitted=False) is None
 
 
 @pytest.mark.rule("no progress")

@@ -50,7 +50,7 @@ def is_wanted(view: View, at: Situation) -> bool:
         return True
     if not at.growth or not (at.document.resize or view.rules.grow == "checkpoint"):
         return False
-    return why_not_grow(view, at.growth, at.room, True, absent=len(at.absent)) is None
+    return why_not_grow(view, at, permitted=True) is None
 
 
 def _is_possible(at: Situation) -> bool:

@@ -22,9 +22,7 @@ class Growth(Policy):
         if at.document.phase is Phase.FORMING:
             left = last_call_seconds(view.rules, at.document, at.size) - (view.enough_for or 0.0)
             return Reason(seconds=left) if left > 0 else None
-        return why_not_grow(
-            view, at.growth, at.room, at.may_grow or _has_saved(at.document), absent=len(at.absent)
-        )
+        return why_not_grow(view, at, at.may_grow or _has_saved(at.document))
 
     def delays(self, view: View, document: RoundDocument) -> bool:
         rules = view.rules
@@ -35,20 +33,14 @@ def _has_saved(document: RoundDocument) -> bool:
     return document.saving is not None and document.saving.saved
 
 
-def why_not_grow(
-    view: View, newcomers: int, room: int, permitted: bool, absent: int = 0
-) -> Reason | None:
+def why_not_grow(view: View, at: Situation, permitted: bool) -> Reason | None:
     """Why the round does not end for newcomers; None: it may end. Rule: growth.
 
-    Args:
-        newcomers: how many the next round would take.
-        room: for how many more nodes the round has room.
-        permitted: workers have said that now is a good moment.
-        absent: how many nodes are absent from the round. If all are, newcomers disturb nobody.
+    ``permitted``: workers have said that now is a good moment.
     """
-    rules, document = view.rules, view.document
-    if document is not None and (document.resize or document.size <= absent):
-        return None
+    rules, absent = view.rules, at.absent
+    if at.document.resize or at.document.size <= len(absent):
+        return None  # If all nodes are absent, newcomers disturb nobody.
     closed = rules.grow == "never" or (rules.grow == "checkpoint" and not permitted)
     if closed and not absent:
         return Reason(f"grow={rules.grow}")
@@ -56,7 +48,7 @@ def why_not_grow(
         (rules.min_uptime - view.uptime, "to min_uptime"),
         (rules.resize_interval - view.grown_for, "to resize_interval"),
     ]
-    if newcomers < room and not permitted:
+    if at.growth < at.room and not permitted:
         # The last call runs while the participants train.
         limits.append((rules.last_call_timeout - (view.enough_for or 0.0), "of last call left"))
     seconds, limit = max(limits)
