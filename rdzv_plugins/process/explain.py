@@ -25,7 +25,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.effects import JoinOutcome
 from rdzv_plugins.protocol.node import Node
-from rdzv_plugins.protocol.record_cache import readable_records
+from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.rules import Failure
 from rdzv_plugins.protocol.states import is_due
 
@@ -106,7 +106,7 @@ class Refusal:
         # Thousands of nodes of the run may come here at once; only newcomers ask the store.
         if ended is not None and not was_in_the_run:
             with suppress(RendezvousConnectionError, RendezvousStateError):
-                records = readable_records(self.client.list(NODES_PREFIX))
+                records = RecordCache().decode(self.client.list(NODES_PREFIX))
                 # The ages compare two hosts' clocks, which may differ by a second.
                 ages = {node: time.time() - it.at - 1.0 for node, it in records.items()}
                 working = at_work(ended, records, lambda it: is_due(ages[it], records[it]))
@@ -118,7 +118,7 @@ class Refusal:
         said = outcome.diagnosis
         came, left, gave_up = "an unknown number", set[str](), set[str]()
         with suppress(RendezvousConnectionError):
-            records = readable_records(self.client.list(NODES_PREFIX))
+            records = RecordCache().decode(self.client.list(NODES_PREFIX))
             others = [it for node, it in records.items() if node != self.node.id]
             lost = said.lost.first if said is not None else ()
             asking = [it for it in others if it.asks and it.label not in lost]
@@ -134,7 +134,7 @@ class Refusal:
     def who(self, document: RoundDocument) -> Names:
         """The nodes of this round; empty if the store does not answer."""
         with suppress(RendezvousConnectionError):
-            records = readable_records(self.client.list(NODES_PREFIX))
+            records = RecordCache().decode(self.client.list(NODES_PREFIX))
             here = [it for it in records.values() if it.world_id == document.world_id]
             return Names().plus(it.label for it in sorted(here, key=lambda it: it.rank or 0))
         return NOBODY

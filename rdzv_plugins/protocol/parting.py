@@ -18,7 +18,7 @@ from rdzv_plugins.protocol.documents import (
 )
 from rdzv_plugins.protocol.effects import Effects, List, Rest
 from rdzv_plugins.protocol.policies import keeps_out
-from rdzv_plugins.protocol.record_cache import readable_records
+from rdzv_plugins.protocol.record_cache import RecordCache
 from rdzv_plugins.protocol.rules import Rules
 from rdzv_plugins.protocol.situation import fits
 from rdzv_plugins.protocol.sizes import Sizes, world_size
@@ -195,7 +195,7 @@ class Service:
         if latest is None:
             return False
         if latest.is_whole or (left and latest.leader in (None, me)):
-            records = readable_records((yield from List(NODES_PREFIX)))
+            records = RecordCache().decode((yield from List(NODES_PREFIX)))
         elif left:
             return True
         return goes_on_without(me, latest, records, self._rules, self._wall(), newcomers)
@@ -208,13 +208,13 @@ class Service:
         Waits until all other nodes have shown that they live, or ``is_over``: a loss would show by
         then.
         """
-        before = readable_records((yield from List(NODES_PREFIX)))
+        before = RecordCache().decode((yield from List(NODES_PREFIX)))
         while True:
             if (latest := self._node.latest) is not None and lost_one(last, latest):
                 return True
             if is_over():
                 return False
-            now = readable_records((yield from List(NODES_PREFIX)))
+            now = RecordCache().decode((yield from List(NODES_PREFIX)))
             if all_live(self._node.id, last, before, now):
                 return False
             yield from Rest(min(_LOOK_SECONDS, self._rules.interval))

@@ -131,9 +131,3 @@ def readable(entry: Entry | None) -> NodeRecord | None:
         return NodeRecord.decode(entry.value)
     except RendezvousStateError:
         return None
-
-
-def readable_records(entries: Mapping[str, Entry]) -> dict[str, NodeRecord]:
-    """The records by node, without unreadable records."""
-    found = {key[_START:]: readable(entry) for key, entry in entries.items()}
-    return {node: record for node, record in found.items() if record is not None}
