@@ -214,14 +214,19 @@ class Client(EpochClient):
         return (epoch.lasts or 0.0) - (max(left, 0.25) if left >= 0 else 0.0)
 
     def _sweep(self, limit: Limit) -> None:
-        found = self._ask("kv/range", _range(self._marks), limit).get("kvs", [])
-        for item in random.sample(found, min(len(found), _SWEEP)):
-            name = _key(item).removeprefix(self._marks)
-            if name != self._run and self._has_ended(Stored.parse(_value(item)), limit):
-                mark = {"key": item["key"]}
-                same = {**mark, "target": "VALUE", "result": "EQUAL", "value": item["value"]}
-                gone = [_range(f"{self._above}{name}/"), mark]
-                self._transact([same], [{"request_delete_range": it} for it in gone], limit)
+        try:
+            found = self._ask("kv/range", _range(self._marks), limit).get("kvs", [])
+            for item in random.sample(found, min(len(found), _SWEEP)):
+                name = _key(item).removeprefix(self._marks)
+                if name != self._run and self._has_ended(Stored.parse(_value(item)), limit):
+                    mark = {"key": item["key"]}
+                    same = {**mark, "target": "VALUE", "result": "EQUAL", "value": item["value"]}
+                    gone = [_range(f"{self._above}{name}/"), mark]
+                    self._transact([same], [{"request_delete_range": it} for it in gone], limit)
+        except RefusedError as error:
+            # A user of one run may not list or delete others.
+            if error.code != _DENIED:
+                raise
 
     def _park_at(self, path: str, seen: Stored | None, limit: Limit) -> Stored | None:
         if seen is None:

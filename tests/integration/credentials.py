@@ -34,6 +34,7 @@ from kazoo.security import ACL, make_acl
 from trustme import KeyType
 
 from rdzv_plugins.kv.base import segments
+from rdzv_plugins.kv.epochs import Epoch
 from rdzv_plugins.observe.history import EXCLUDED, LIST, archive_run_id
 from rdzv_plugins.protocol.documents import STATE_KEY
 from rdzv_plugins.testing.harness import until
@@ -273,7 +274,7 @@ class _Etcd(_Http):
     def forbid_the_document(self, run_id: str) -> None:
         self.forbid(run_id)
         self.ask("POST", "/v3/auth/role/add", {"name": "beats"})
-        state = (prefixes_of(run_id)[0] + STATE_KEY).encode()
+        state = f"{prefixes_of(run_id)[0]}{Epoch().name}/{STATE_KEY}".encode()
         after = state + b"\0"
         for right, first, end in (
             ("READWRITE", b"rdzv/", state), ("READ", state, after), ("READWRITE", after, b"rdzv0"),
@@ -286,10 +287,12 @@ class _Etcd(_Http):
     def limit_to(self, run_id: str) -> None:
         self.forbid(run_id)
         self.ask("POST", "/v3/auth/role/add", {"name": "one"})
-        for prefix in prefixes_of(run_id):
-            first, end = (it.encode() for it in (prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)))
-            keys = {"key": b64encode(first).decode(), "range_end": b64encode(end).decode()}
-            right = {"permType": "READWRITE", **keys}
+        prefixes = prefixes_of(run_id)
+        ranges = [(it, it[:-1] + "0") for it in prefixes]  # "0" follows "/".
+        ranges += [(it[:-1].replace("/", "/!marks/"), "") for it in prefixes]
+        for first, end in ranges:
+            first, end = (b64encode(it.encode()).decode() for it in (first, end))
+            right = {"permType": "READWRITE", "key": first, "range_end": end}
             self.ask("POST", "/v3/auth/role/grant", {"name": "one", "perm": right})
         self.ask("POST", "/v3/auth/user/grant", {"user": "joe", "role": "one"})
 
