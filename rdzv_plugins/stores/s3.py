@@ -16,13 +16,14 @@ bucket.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from typing import Any
 
 import boto3
-from botocore.exceptions import BotoCoreError, NoCredentialsError
+from botocore.exceptions import BotoCoreError, CredentialRetrievalError, NoCredentialsError
 
 from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import OptionError, PollingOptions, option
@@ -75,7 +76,8 @@ class _Credentials:
     def __init__(self) -> None:
         self.config: dict[str, Any] = {}
         self._session = FromFiles(boto3.Session, *files_of_aws())
-        tell_of_session(self._session.get().get_credentials())
+        with suppress(CredentialRetrievalError):  # Late: the first request raises it again.
+            tell_of_session(self._session.get().get_credentials())
 
     @property
     def region(self) -> str | None:

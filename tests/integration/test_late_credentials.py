@@ -124,6 +124,19 @@ def test_a_command_does_not_wait(store: RunningStore, port: int, run_id: str) ->
         store.open(run_id)
 
 
+def test_a_process_without_credentials_yet(
+    store: RunningStore, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a host's role, or of a container's, it may answer later."""
+    keys, config = tmp_path / "keys", tmp_path / "config"
+    config.write_text(f"[default]\ncredential_process = cat {keys}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    with pytest.raises(LateCredentialsError, match="No such file"):
+        store.open(run_id)
+    keys.write_text(json.dumps({"Version": 1} | {it: KEYS[it] for it in KEYS if "Key" in it}))
+    store.open(run_id).close()
+
+
 def test_a_profile_that_changes_is_read_again(
     store: RunningStore, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
