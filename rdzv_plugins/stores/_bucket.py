@@ -348,7 +348,10 @@ class BucketClient(EpochClient):
         some = random.sample(others, min(len(others), _SWEEP))
         for name, found in self._ask(limit, lambda: self._fetch(some)).items():
             if self._has_ended(found, limit, _SWEEP_AFTER):
-                self._clear(name.removesuffix(f"/{_MARK_NAME}"), limit)
+                # Not all of the folder, which may be another team's prefix.
+                folder = f"{name.removesuffix(_MARK_NAME)}{Epoch.of(found).name}"
+                if self._clear(folder, limit):
+                    self._remove([name], limit)
 
     def _problem(self, error: Exception) -> Problem | None:
         said, kind = _said(error), type(error).__name__
@@ -494,9 +497,7 @@ class BucketClient(EpochClient):
             listed = self._ask(limit, lambda: self._list(folder))
         except UnlistableError:
             return False
-        # Delete the mark last: without the mark the remaining keys would count again.
-        paths = sorted((path for path, _ in listed), key=lambda it: it.endswith(f"/{_MARK_NAME}"))
-        self._remove(paths, limit)
+        self._remove([path for path, _ in listed], limit)
         return True
 
     def _remove(self, paths: list[str], limit: Limit) -> None:

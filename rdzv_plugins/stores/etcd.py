@@ -218,10 +218,12 @@ class Client(EpochClient):
             found = self._ask("kv/range", _range(self._marks), limit).get("kvs", [])
             for item in random.sample(found, min(len(found), _SWEEP)):
                 name = _key(item).removeprefix(self._marks)
-                if name != self._run and self._has_ended(Stored.parse(_value(item)), limit):
+                stored = Stored.parse(_value(item))
+                if name != self._run and self._has_ended(stored, limit):
                     mark = {"key": item["key"]}
                     same = {**mark, "target": "VALUE", "result": "EQUAL", "value": item["value"]}
-                    gone = [_range(f"{self._above}{name}/"), mark]
+                    # Not all below the name, which may be another team's prefix.
+                    gone = [_range(f"{self._above}{name}/{Epoch.of(stored).name}/"), mark]
                     self._transact([same], [{"request_delete_range": it} for it in gone], limit)
         except RefusedError as error:
             # A user of one run may not list or delete others.

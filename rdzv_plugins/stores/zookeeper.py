@@ -458,7 +458,12 @@ class Client(StoreClient):
         found = [*paths]
         ours = len(found)
         for path in found:  # The loop appends to `found`.
-            found += (f"{path}/{name}" for name in self._children(path, limit))
+            names = self._children(path, limit)
+            if any(name.startswith("#") for name in names):
+                raise RendezvousStateError(
+                    f"'{path}' is a run under another prefix; take another run id, or prefix"
+                )
+            found += (f"{path}/{name}" for name in names)
         for path in reversed(found[ours:]):
             self._commit([Delete(path, -1)], limit)
 
@@ -466,7 +471,7 @@ class Client(StoreClient):
         """Remove other runs of our prefix that expired before ``now``, the server's time."""
         parent = self._parents[-1]
         # Skip another user's run, and stop when the time is up: a later sweep tries again.
-        with contextlib.suppress(KazooException, TimeoutError):
+        with contextlib.suppress(KazooException, RendezvousStateError, TimeoutError):
             names = self._children(parent, limit)
             names = random.sample(names, min(len(names), _SWEEP))
             paths = [path for name in names if (path := f"{parent}/{name}") != self._root]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
+from rdzv_plugins.kv import KeyValueClient, RendezvousStateError
 from rdzv_plugins.observe.history import Archive, list_runs
 from rdzv_plugins.observe.inspection import delete_run
 from rdzv_plugins.protocol.documents import Phase, RoundDocument
 from rdzv_plugins.protocol.round_record import record_of
 from rdzv_plugins.settings.run_ids import refuse_unless_possible
+from rdzv_plugins.stores import open_client
+from rdzv_plugins.testing.harness import until as until_true
 from tests.integration.agents import Run, until
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore
@@ -78,6 +81,33 @@ def test_no_id_sees_what_another_one_has(cleared: RunningStore, ids: list[str]) 
     for run_id in ids[1:]:
         with closing(store.open(run_id)) as client:
             assert len(client.list("")) == 2, run_id
+
+
+def test_an_id_that_is_another_teams_prefix_takes_none_of_its_runs(
+    running_store: RunningStore, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZooKeeper, whose runs are znodes below the prefix, refuses the id."""
+    monkeypatch.setattr("rdzv_plugins.stores._bucket._SWEEP_AFTER", 0.0)
+
+    def open(run: str, prefix: str) -> KeyValueClient:
+        config = {**running_store.config, "prefix": prefix}
+        return open_client(running_store.backend, running_store.endpoint, run, config)
+
+    with (
+        closing(open("job", f"{run_id}/ml")) as theirs,
+        closing(open("ml", run_id)) as namesake,
+        closing(open("other", run_id)) as other,
+    ):
+        theirs.put("key", b"theirs")
+        with suppress(RendezvousStateError):
+            namesake.put("key", b"ours")
+            namesake.expire(0.2)
+            assert until_true(lambda: not namesake.list(""), 20)
+        other.put("key", b"ours")
+        other.expire(60)  # Deletes what is over.
+        with suppress(RendezvousStateError):
+            namesake.expire(0)
+        assert [*theirs.list("")] == ["key"]
 
 
 @pytest.mark.parametrize("tail", ["/x", " ü*?#%}", "." * 470])

@@ -94,6 +94,7 @@ EXPLAINS_ITSELF = (
     "option 'check_command': '…' is no command (…)",
     "there is no check '…'; …",
     "option 'prefix': '…' must not be empty, start or end with '/', or contain '//'",
+    "is a run under another prefix; take another run id, or prefix",
     "option 'poll_interval_max' is less than 'poll_interval_min'",
     "option 'table': '…' is not a name or schema.name",
     "option 'sasl': true needs",
