@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from kazoo.client import KazooClient
 from kazoo.exceptions import (
     EXCEPTIONS,
     AuthFailedError,
+    ConnectionDropped,
     ConnectionLoss,
     NoNodeError,
     SessionClosedRequireSaslError,
@@ -26,6 +28,7 @@ from kazoo.protocol.serialization import GetData, MultiHeader, int_struct, stat_
 from kazoo.protocol.states import KazooState, KeeperState
 
 from rdzv_plugins.kv.base import Limit, in_background
+from rdzv_plugins.settings.options import UnreadableFileError
 from rdzv_plugins.stores._tls import stays_refused
 
 # In these states kazoo never connects again.
@@ -39,6 +42,8 @@ _MOST = 1 << 26
 
 # A long request checks this often, in seconds, whether its caller was woken.
 _GLANCE = 0.1
+
+Encrypt = Callable[[socket.socket, str], socket.socket]
 
 
 class NotConnectedError(ConnectionLoss):  # type: ignore[misc]
@@ -83,14 +88,18 @@ class ReadMany:
 class Session:
     """A kazoo client, which is replaced when it has given up."""
 
-    def __init__(self, settings: dict[str, Any], check: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: dict[str, Any], encrypt: Encrypt, check: Callable[[], None]
+    ) -> None:
         """Begin to connect.
 
         Args:
-            settings: the arguments of `KazooClient`, which reads the files of TLS itself.
+            settings: the arguments of `KazooClient`.
+            encrypt: wraps the connection to a host, because kazoo would also trust the system's
+                authorities.
             check: raises the error of an unreadable file, which kazoo does not report.
         """
-        self._settings = settings
+        self._settings, self._encrypt = settings, encrypt
         self._check = check
         self._changed = threading.Condition()
         self._closed = False
@@ -139,7 +148,7 @@ class Session:
 
     def _connect(self) -> Any:
         zk = KazooClient(
-            handler=_NamedThreads(self._break),
+            handler=_NamedThreads(self._encrypt, self._break),
             logger=self._logger,
             connection_retry={"max_tries": -1, "delay": 0.02, "max_delay": 0.5},
             **self._settings,
@@ -240,12 +249,17 @@ class _Bounded:
 class _NamedThreads(SequentialThreadingHandler):  # type: ignore[misc]
     """Passes the error that ends a thread, such as a malformed answer, to ``broke``."""
 
-    def __init__(self, broke: Callable[[Exception], None]) -> None:
+    def __init__(self, encrypt: Encrypt, broke: Callable[[Exception], None]) -> None:
         super().__init__()
-        self._broke = broke
+        self._encrypt, self._broke = encrypt, broke
 
-    def create_connection(self, *args: Any, **kwargs: Any) -> Any:
-        return _Bounded(super().create_connection(*args, **kwargs))
+    def create_connection(self, address: Any, hostname: str, timeout: float, **_: Any) -> Any:
+        line = super().create_connection(address, timeout=timeout)
+        try:
+            return _Bounded(self._encrypt(line, hostname))
+        except UnreadableFileError as error:
+            line.close()
+            raise ConnectionDropped(str(error)) from error
 
     def spawn(self, func: Any, *args: Any, **kwargs: Any) -> threading.Thread:
         def run() -> None:

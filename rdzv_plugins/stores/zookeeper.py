@@ -179,7 +179,7 @@ class Client(StoreClient):
         self._run: _Run | None = None
         self._end: tuple[int, float] = (0, 0.0)
         self._parked: set[Wake] = set()
-        self._session = Session(settings, partial(_read_files, options, self._tls))
+        self._session = Session(settings, self._encrypted, partial(_read_files, options, self._tls))
         self._connect(lambda limit: self._read([], limit))
 
     def _read(self, keys: Iterable[str], limit: Limit) -> dict[str, Stored]:
@@ -517,9 +517,6 @@ def _settings(target: Endpoint, options: Options, request_timeout: float) -> dic
     hosts = ",".join(at(host, port) for host, port in target.hosts)
     # kazoo waits this long for a host that does not answer: leave time for another host.
     settings: dict[str, Any] = {"hosts": hosts, "timeout": max(1.0, request_timeout * 2 / 3)}
-    if options.tls:
-        settings |= {"use_ssl": True, "check_hostname": True, "ca": options.ca_file}
-        settings |= {"certfile": options.cert_file, "keyfile": options.key_file}
     user, password = target.user or options.user, target.password or options.current_password()
     if (user is None) != (password is None):
         raise ValueError("user and password ($RDZV_PLUGINS_PASSWORD) must be set together")
