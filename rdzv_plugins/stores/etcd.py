@@ -19,10 +19,10 @@ import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from rdzv_plugins.kv.base import (
     Limit,
@@ -412,11 +412,12 @@ def _role(status: Mapping[str, Any]) -> Finding:
     return Finding(Mark.OK, "role", "leader" if leads else "follower of a leader")
 
 
-class _Guard(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Guard:
     """The revisions of a key, and of the store when the key was read, at which a watch begins."""
 
     modified: int
-    store: int
+    store: int = field(compare=False)
 
 
 def _first(found: Mapping[str, Any], answer: Mapping[str, Any]) -> Stored | None:

@@ -1,11 +1,14 @@
-"""What a steady run costs the store, counted by the server itself (Redis's MONITOR)."""
+"""What a steady run costs the store, counted by the server itself."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -30,7 +33,7 @@ WRITES = ("put", "compare_and_set", "add")
 
 
 class Monitor:
-    """The commands that reach a server, by the name of the script or the command."""
+    """The commands that reach a Redis, by the name of the script or the command."""
 
     def __init__(self, port: int) -> None:
         self._client: Any = redis.Redis(port=port)
@@ -118,3 +121,19 @@ def test_a_steady_node_writes_once_an_interval_and_asking_costs_nothing(
     assert len(reads) - _waits(reads) <= (NODES + 1) * (INTERVALS + 1)
     assert _waits(reads) <= 2 * NODES
     assert asked > 10 * len(commands)
+
+
+def test_writes_to_etcd_let_no_client_ask_again_for_the_end_of_its_run() -> None:
+    with servers.start("etcd") as server:
+        opened = partial(open_client, "etcd-v3", server.endpoint)
+        with closing(opened("steady")) as client, closing(opened("another")) as other:
+            client.expire(60)
+            for _ in range(10):
+                other.put("key", b"value")
+                time.sleep(0.25)  # Then the client reads the mark again.
+                client.get("key")
+        with urllib.request.urlopen(f"http://{server.endpoint}/metrics") as answer:
+            metrics = answer.read().decode()
+    pattern = r'^grpc_server_started_total\{grpc_method="LeaseTimeToLive".*\} (\d+)$'
+    (asked,) = re.findall(pattern, metrics, re.MULTILINE)
+    assert 0 < int(asked) <= 3
