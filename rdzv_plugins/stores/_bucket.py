@@ -122,7 +122,7 @@ _UNTRUSTED = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _SPEAKS_NO_TLS = "InvalidMessage("
 _CAUSE = re.compile(r'\b(?:error|message): "([^"\n]{1,100})"')
 # The services that give a host its own credentials.
-_METADATA = re.compile(r"169\.254\.|/metadata/|External AWS credential provider")
+_METADATA = re.compile(r"169\.254\.|/metadata/identity/|External AWS credential provider")
 # obstore says this of a folder with a name that it cannot write, and lists none of the folder.
 _UNLISTABLE = re.compile("object with invalid path")
 # obstore's threads release Python objects shortly after an answer.
@@ -131,6 +131,8 @@ _REST_SECONDS = 0.1
 # During the exit no request begins. A store that does not answer delays the exit by at most this.
 _LONGEST_END = 1.0
 _URL = re.compile(r"https?://[^/\s@?#][^\s@?#]*")
+# obstore quotes the URL, with an object's name, and the time: "GET http://... in 503.2µs".
+_REQUEST = re.compile(r"https?://\S+( in \S+)?")
 _LONG_URL = re.compile(r"(https?://\S{80})\S+")
 
 
@@ -360,7 +362,7 @@ class BucketClient(EpochClient):
         if not type(error).__module__.startswith("obstore") and kind not in _ABSENT | _DENIED:
             return None
         problem = find_problem(
-            _PROBLEMS, f"{kind}: {said}", said=said, timeout=self.timeout,
+            _PROBLEMS, _REQUEST.sub("", f"{kind}: {said}"), said=said, timeout=self.timeout,
             clock=_clock(error), above=self._above,
         )  # fmt: skip
         if problem is not None:

@@ -225,6 +225,13 @@ def test_a_url_that_leads_nowhere(bucket: RunningStore, url: str, said: str) -> 
     assert said in failed(replace(bucket, config={**bucket.config, "url": there}))
 
 
+@pytest.mark.parametrize("folder", ["metadata", "429"])
+def test_the_name_of_a_folder_is_no_reason(bucket: RunningStore, folder: str) -> None:
+    nowhere = {**bucket.config, "url": "http://127.0.0.1:9/"}
+    line = failed(replace(bucket, endpoint=f"{bucket.endpoint}/{folder}", config=nowhere))
+    assert "Connection refused); is it running, and does the url name it?" in line
+
+
 def test_no_bucket(bucket: RunningStore) -> None:
     assert " has no such bucket (" in failed(replace(bucket, endpoint=f"{bucket.endpoint}-none"))
 
