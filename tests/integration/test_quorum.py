@@ -863,6 +863,26 @@ def test_members_that_are_away_are_counted(served: RunningStore, run_id: str) ->
             client.put("key", b"value")
 
 
+def test_a_place_that_was_another_members_is_forgotten(served: RunningStore) -> None:
+    """As after a name that led to another host for a while."""
+    members = Members.of(served.endpoint, Options(cluster="local"))
+    places = [members.places(it) for it in range(3)]
+    right, places[0] = places[0], places[1]
+    with contextlib.closing(registers.Registers(places, members.greeting, b"")) as client:
+
+        def up() -> int:
+            client.read([], Limit(time.monotonic() + 5))
+            return client.up(Limit(time.monotonic() + 0.5))
+
+        assert up() == 2
+        places[0] = right
+        assert until(lambda: up() == 3, 15)
+        for node in nodes(served)[:2]:
+            node.kill()
+        with pytest.raises(OSError, match="1 of 3 members answer"):
+            client.read([], Limit(time.monotonic() + 2))
+
+
 def test_strangers_and_nonsense_do_a_member_no_harm(served: RunningStore, run_id: str) -> None:
     nested = b"\x95\x01\xa0\x00\xc4\x00".ljust(1024, b"\x91")
     undecodable = b"\x94\x01\xa2\xff\xff\x00\xc4\x00"

@@ -323,9 +323,10 @@ class _Links:
         return heard
 
     def _connected(self, wire: Wire) -> None:
-        member, _ = self._dials.pop(wire)
+        member, _ = self._dials[wire]
         if wire.peer != member:
             raise OtherClusterError(f"another member is there; {ALIKE}")
+        del self._dials[wire]
         if member in self._members:
             raise ConnectionError("this member is connected")
         self._members[member] = wire
