@@ -256,7 +256,7 @@ class BucketClient(EpochClient):
         self._held: dict[str, Stored] = {}
         self._connect(self._prove)
         if not run.startswith(quote(RESERVED)):
-            self._call(self._present)
+            self._connect(self._present)
 
     @abstractmethod
     def _make_store(self, bucket: str, options: Any, more: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
-from rdzv_plugins.kv import KeyValueClient, RendezvousStateError
+from rdzv_plugins.kv import AccessDeniedError, KeyValueClient, RendezvousStateError
 from rdzv_plugins.testing.threads import together
 from tests import Measure
 from tests.integration.agents import Run, one_world, until
@@ -191,6 +191,21 @@ def test_credentials_that_are_refused_are_not_shown(
     line = failed(bucket)
     assert " refused the credentials (" in line
     assert secret not in line
+
+
+def test_a_client_that_is_refused_leaves_no_descriptor(
+    bucket: RunningStore, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pipes() -> int:
+        every = (os.path.realpath(f"/proc/self/fd/{it}") for it in os.listdir("/proc/self/fd"))
+        return sum("pipe:" in it for it in every)
+
+    bucket.open(run_id).close()  # Later ones race no writers.
+    monkeypatch.setenv(KEYS[bucket.name], "aHVudGVyMg==")
+    before = pipes()
+    with pytest.raises(AccessDeniedError):
+        bucket.open(run_id)
+    assert pipes() == before
 
 
 def test_no_credentials(bucket: RunningStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,13 @@ import pytest
 from typer.testing import CliRunner
 
 from rdzv_plugins.cli import app
-from rdzv_plugins.kv import AccessDeniedError, Entry, KeyValueClient, RendezvousConnectionError
+from rdzv_plugins.kv import (
+    AccessDeniedError,
+    ClientClosedError,
+    Entry,
+    KeyValueClient,
+    RendezvousConnectionError,
+)
 from rdzv_plugins.kv.base import Limit
 from rdzv_plugins.kv.contract import Attendance
 from rdzv_plugins.kv.findings import Mark
@@ -578,6 +584,25 @@ def test_endpoints_that_differ_are_told(hosts: Hosts, endpoint: str, why: str) -
     hosts.open(1).close()
     with pytest.raises(RendezvousConnectionError, match=why):
         open_client("quorum", endpoint, hosts.run_id, {"cluster": hosts.run_id}, request_timeout=2)
+
+
+def test_a_client_that_cannot_take_part_is_closed(hosts: Hosts) -> None:
+    opened: list[KeyValueClient] = []
+
+    def connect() -> KeyValueClient:
+        options = {"cluster": hosts.run_id}
+        client = open_client(
+            "quorum", hosts.store.endpoint, hosts.run_id, options, request_timeout=1
+        )
+        opened.append(client)
+        hosts.end(2, 3)
+        return client
+
+    hosts.start(1, 2, 3)
+    with pytest.raises(RendezvousConnectionError, match="had no majority of its members"):
+        hosts._attendances[1].open(connect, 0)
+    with pytest.raises(ClientClosedError):
+        opened[0].get("key")
 
 
 def test_runs_whose_first_ports_are_the_same(hosts: Hosts, tmp_path: Path) -> None:

@@ -97,7 +97,11 @@ class Attending(Attendance):
             try:
                 opened = connect()
                 client = opened.client if isinstance(opened, SealedClient) else opened
-                cast("Client", client).take_part()
+                try:
+                    cast("Client", client).take_part()
+                except BaseException:
+                    opened.close()
+                    raise
                 return opened
             except AccessDeniedError:
                 raise
