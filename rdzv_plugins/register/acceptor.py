@@ -40,14 +40,14 @@ class _Register(msgspec.Struct):
 class Acceptor:
     """Answers clients. It takes part in one generation at a time, or in none."""
 
-    def __init__(self, index: int, incarnation: int, room: int = MOST_BYTES) -> None:
+    def __init__(self, index: int, incarnation: int) -> None:
         self.index = index
         self.incarnations = {index: incarnation}
         self.generation: Generation = NEVER
         self.takes_part = False
         self._registers: dict[str, _Register] = {}
         self._floor: Ballot = NEVER
-        self._room = self._left = room
+        self._left = MOST_BYTES
 
     @property
     def incarnation(self) -> int:
@@ -132,7 +132,7 @@ class Acceptor:
         used = sum(
             _REGISTER_BYTES + len(key) + len(it.value or b"") for key, it in memory.held.items()
         )
-        self._left = self._room - used
+        self._left = MOST_BYTES - used
         self.takes_part = True
 
     def empty(self) -> dict[str, Ballot]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from rdzv_plugins.register.acceptor import MOST_BYTES, Acceptor
+from rdzv_plugins.register.acceptor import Acceptor
 from rdzv_plugins.register.messages import (
     NEVER,
     Agreed,
@@ -55,36 +55,26 @@ class Member:
     Args:
         incarnation: larger than at each earlier start of this member, such as the wall clock.
         now: seconds of the driver's monotonic clock.
-        room: bytes of keys and values.
     """
 
     sweep_seconds = 5.0
 
     def __init__(
-        self,
-        index: int,
-        size: int,
-        incarnation: int,
-        now: float,
-        dice: random.Random,
-        room: int = MOST_BYTES,
+        self, index: int, size: int, incarnation: int, now: float, dice: random.Random
     ) -> None:
         self.index, self.size = index, size
-        self._dice, self._room = dice, room
+        self._dice = dice
         self._others = [it for it in range(size) if it != index]
         self._majority = size // 2 + 1
         # By peer: the generation of its last `Status`, and when that came.
         self._heard: dict[int, tuple[Generation, float]] = {}
         self._status_at = self._sweep_at = now
-        self.acceptor = Acceptor(index, incarnation, room)
+        self.acceptor = Acceptor(index, incarnation)
         self._start(incarnation, now)
 
     def _start(self, incarnation: int, now: float) -> None:
         """Begin a new incarnation without memory."""
-        known, self.acceptor = (
-            self.acceptor.incarnations,
-            Acceptor(self.index, incarnation, self._room),
-        )
+        known, self.acceptor = self.acceptor.incarnations, Acceptor(self.index, incarnation)
         self.acceptor.learn(known)
         self._started = now
         # The latest generation to which this member agreed, and the generation that it proposes.
