@@ -283,6 +283,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             world_size,
             is_over=lambda: self._ended or self._node.over,
             on_done=self._node.inbox.report_done,
+            trains_on=lambda: not self._ended and self._node.trains_on,
         )
         self._try_to_reach(document, address)
         return RendezvousInfo(

@@ -65,8 +65,8 @@ What a node owes its driver:
 - It never ends by itself: the driver stops asking. After the last effect of `Node.run` the driver
   may carry out `Node.farewell`, which announces that the node leaves.
 - It handles every error that the contract of a store names. Any other error is a bug.
-- `Node.num_nodes_waiting`, `Node.over`, `Node.in_round` and `Node.latest` may be read by any thread
-  at any time, without I/O.
+- `Node.num_nodes_waiting`, `Node.over`, `Node.trains_on`, `Node.in_round` and `Node.latest` may be
+  read by any thread at any time, without I/O.
 
 Words:
 

@@ -214,6 +214,11 @@ class Node:
         return self.num_nodes_waiting > 0 or self._seen.closed
 
     @property
+    def trains_on(self) -> bool:
+        """Whether this node's round goes on in a run that was closed by request."""
+        return self._writer.trains_on
+
+    @property
     def in_round(self) -> bool:
         """Whether the run, as last seen, still counts on this node."""
         latest, given = self.latest, self._join.given

@@ -9,7 +9,8 @@ round.
 
 The exit barrier lasts as long as the round, whatever its time-out. The agent of rank 0 holds the
 TCPStore that the other nodes' workers use, and a long save or an uneven last epoch takes longer.
-The barrier's time-out bounds an outage of the store instead.
+The barrier's time-out bounds an outage of the store instead, and the wait in a run that was closed
+by request, whose round goes on: no loss shows there.
 
 The names and shapes below are torch's own, of ``elastic/agent/server/api.py``, and not public;
 `tests/handlers/test_agent_store.py` runs torch's agent against them.
@@ -18,6 +19,8 @@ The names and shapes below are torch's own, of ``elastic/agent/server/api.py``, 
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -41,6 +44,7 @@ class AgentStore(KeyValueStore):
         is_over: whether the run has left the round, or this node takes itself for lost; called
             while a read waits, whenever the client is interrupted, and while a request fails.
         on_done: called once, when the agent's workers have succeeded.
+        trains_on: whether the round goes on although the run is closed.
 
     Attributes:
         all_done: the workers of all agents of the round succeeded, as far as this agent knows.
@@ -59,12 +63,14 @@ class AgentStore(KeyValueStore):
         world_size: int,
         is_over: Callable[[], bool],
         on_done: Callable[[], None],
+        trains_on: Callable[[], bool] = bool,
     ) -> None:
         super().__init__(client, prefix)
         self._rank = rank
         self._world_size = world_size
         self._is_over = is_over
         self._on_done = on_done
+        self._trains_on = trains_on
         self.all_done = self.made_up = False
         self._role: bytes | None = None
 
@@ -76,7 +82,7 @@ class AgentStore(KeyValueStore):
     def add(self, key: str, value: int) -> int:
         if key.startswith(_EXIT_BARRIER):
             self._on_done()
-            if self._over():
+            if self._is_passed():
                 return 0  # No agent waits any more, and the run may be swept: write nothing.
             # If the store loses this count, the leader closes the run once all records say done.
             with suppress(DistError):
@@ -88,14 +94,20 @@ class AgentStore(KeyValueStore):
         if not any(key.startswith(_EXIT_BARRIER) for key in keys):
             super().wait(keys, timeout)
             return
-        over = False
+        over, ends = False, math.inf
         while not (over or self.all_done):
-            over = self._over()
+            over = self._is_passed() or time.monotonic() >= ends
+            if self._over():
+                ends = min(ends, time.monotonic() + (timeout or self._timeout()).total_seconds())
             # Look once more if the wait is over: the last agent may have just come.
             missing = [key for key in keys if not self.check([key])]
             self.all_done = not missing
-            if missing and not self._over():
+            if missing and not self._is_passed():
                 self._patiently(partial(self._wait, missing[0], None, self._longest_wait))
+
+    def _is_passed(self) -> bool:
+        """Whether no agent waits in the exit barrier any more, save for its time-out."""
+        return self._over() and (self.made_up or not self._trains_on())
 
     def _over(self) -> bool:
         return self.made_up or self._is_over()

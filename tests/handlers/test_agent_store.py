@@ -79,6 +79,7 @@ class Round:
     def __init__(self) -> None:
         server = MemoryServer()
         self.over = [False] * WORLD
+        self.trains_on = False
         self.done = [0] * WORLD
         self.clients = [MemoryClient(server, "run") for _ in range(WORLD)]
         self.stores = [self._store(rank) for rank in range(WORLD)]
@@ -89,8 +90,9 @@ class Round:
             self.done[rank] += 1
 
         return AgentStore(
-            self.clients[rank], "store/a/0/", rank, WORLD, lambda: self.over[rank], on_done
-        )
+            self.clients[rank], "store/a/0/", rank, WORLD, lambda: self.over[rank], on_done,
+            lambda: self.trains_on,
+        )  # fmt: skip
 
     def end(self) -> None:
         """What the driver does once the run has left the round."""
@@ -213,6 +215,23 @@ def test_the_exit_barrier_lasts_as_long_as_the_round(
         round_.end()
     waiting.result(10.0)
     assert round_.stores[0].all_done is counted
+
+
+@pytest.mark.parametrize("ends", ["the others", "a failure", "the time-out"])
+def test_the_exit_barrier_of_a_closed_run_that_trains_on(round_: Round, ends: str) -> None:
+    """It lasts no longer than its time-out: no node tells there that another is lost."""
+    round_.trains_on = True
+    round_.end()
+    round_.agents[0]._exit_barrier_timeout = 0.1 if ends == "the time-out" else 60
+    waiting = Background(round_.agents[0].pass_exit_barrier)
+    if ends != "the time-out":
+        round_.assert_waits(waiting)
+    if ends == "the others":
+        round_.agents[1].pass_exit_barrier()
+    elif ends == "a failure":
+        round_.trains_on = False
+    waiting.result(10.0)
+    assert round_.stores[0].all_done is (ends == "the others")
 
 
 def test_the_time_out_of_the_exit_barrier_bounds_an_outage(

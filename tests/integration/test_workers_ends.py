@@ -22,6 +22,7 @@ from rdzv_plugins.testing.harness import until
 from rdzv_plugins.torch.rendezvous_backend import KeyValueBackend
 from tests import Measure
 from tests.fleet.agents import RDZV_RUN, TORCHRUN
+from tests.integration import forked
 from tests.integration.jobs import LEASE, Job
 from tests.integration.stores import RunningStore, kind_of, running
 from tests.integration.test_run import Launch, of_a_run, said
@@ -225,6 +226,30 @@ def test_rank_0_that_is_done_keeps_master_until_the_other_is(
             assert job.await_ends("a", LEASE + 20) == {"a": 0}
             job.await_line("a", job.label("b"), "lost")
         assert not any("Error waiting on exit barrier" in line for line in job.lines("a"))
+
+
+def test_rank_0_that_is_done_keeps_master_in_a_run_that_was_closed(
+    store: RunningStore, tmp_path: Path
+) -> None:
+    """The round that runs goes on, and ends well."""
+    with closing(Job(tmp_path, store, nodes="2:2", launcher=RDZV_RUN)) as job:
+        job.begin("ab")
+        document = job.document()
+        assert document is not None
+        assert document.master is not None
+        host, _, port = document.master.rpartition(":")
+        close = [sys.executable, "-m", "rdzv_plugins.cli", "close"]
+        assert forked.run([*close, "-e", store.endpoint, "-i", job.run_id]).returncode == 0
+        job.await_line("a", "closed by the command rdzv close")
+        job.finish("a")
+        job.await_record("a", Status.DONE)
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            socket.create_connection((host, int(port)), 5).close()
+            time.sleep(0.1)
+        job.finish("b")
+        assert job.await_ends("ab", 20) == {"a": 0, "b": 0}
+        assert outcome(store, job.run_id) is Outcome.CLOSED
 
 
 takes_signals = pytest.mark.skipif(

@@ -41,7 +41,7 @@ from rdzv_plugins.protocol.documents import (
     RoundDocument,
 )
 from rdzv_plugins.settings.options import Settings
-from rdzv_plugins.torch import c10d_store
+from rdzv_plugins.torch import agent_store, c10d_store
 from tests.interleaving.scheduler import Queue, Scheduler, StuckError, Task
 
 __all__ = ["Play", "play"]
@@ -273,7 +273,8 @@ class Play:
             (clock, "now", scheduler.time.monotonic),
             (retry, "random", drawn),
         ]
-        for module in (clock, driver, exhaustion, handler, memory, retry, signals, c10d_store):
+        modules = (clock, driver, exhaustion, handler, memory, retry, signals)
+        for module in (*modules, agent_store, c10d_store):
             threading = scheduler.threading
             if module in (driver, handler):
                 threading.Thread = self.thread
