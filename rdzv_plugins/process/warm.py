@@ -257,7 +257,7 @@ class Standbys:
         try:
             for plan in missing:
                 self._waiting.append(_Standby(plan, self._modules, priority))
-        except OSError as error:
+        except (OSError, AttributeError) as error:  # Some builds of Python lack os.memfd_create.
             log.warning("the next workers start cold, because no standby can start: %s", error)
 
 

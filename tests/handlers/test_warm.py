@@ -409,7 +409,7 @@ def test_a_changed_variable_starts_cold_with_one_line(
     assert sorted(node.start(str(script), ranks=2).pids().values()) == sorted(standbys)
 
 
-@pytest.mark.parametrize("why", ["killed", "gpu", "absent", "wrapper", "unbound"])
+@pytest.mark.parametrize("why", ["killed", "gpu", "absent", "wrapper", "unbound", "no memfd"])
 def test_without_a_standby_workers_start_cold(
     node: Node,
     script: Path,
@@ -432,6 +432,9 @@ def test_without_a_standby_workers_start_cold(
     if why == "unbound":
         # As if numactl were absent.
         monkeypatch.setattr(warm, "get_subprocess_handler", Mock(side_effect=RuntimeError))
+    if why == "no memfd":
+        # As a Python that was built with a glibc before 2.27.
+        monkeypatch.delattr(os, "memfd_create")
     node.fill(str(script))
     if why == "absent":
         python.symlink_to(sys.executable)
@@ -448,6 +451,7 @@ def test_without_a_standby_workers_start_cold(
         "absent": "no standby can start: [Errno 2]",
         "wrapper": "a standby could not take over (TimeoutError(",
         "unbound": "no standby was started",
+        "no memfd": "no standby can start: module 'os' has no attribute 'memfd_create'",
     }[why] in "".join(cold(caplog))
 
 
