@@ -59,8 +59,8 @@ class GpuCheck:
     def _listen(self, nvml: Any) -> None:
         """Have the driver keep XID errors for `_hear`; this needs NVML to stay open."""
         nvml.nvmlInit()
-        self._events = nvml.nvmlEventSetCreate()
         try:
+            self._events = nvml.nvmlEventSetCreate()
             for index in range(nvml.nvmlDeviceGetCount()):
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 nvml.nvmlDeviceRegisterEvents(
@@ -86,7 +86,8 @@ class GpuCheck:
 
     def _close(self, nvml: Any) -> None:
         try:
-            nvml.nvmlEventSetFree(self._events)
+            if self._events is not None:
+                nvml.nvmlEventSetFree(self._events)
         except nvml.NVMLError:
             pass
         finally:

@@ -421,6 +421,7 @@ class Nvml:
         self.driver: Exception | None = None
         self.xids: list[tuple[int, int]] = []
         self.hears = False
+        self.without_events = False
         self.open = 0
 
     def nvmlInit(self) -> None:  # noqa: N802
@@ -460,6 +461,8 @@ class Nvml:
         return state
 
     def nvmlEventSetCreate(self) -> object:  # noqa: N802
+        if self.without_events:
+            raise self.NVMLError("Not Supported")
         return object()
 
     def nvmlEventSetFree(self, events: object) -> None:  # noqa: N802
@@ -496,6 +499,13 @@ class TestGpu:
         for gpu in nvml.gpus:
             gpu.update(ecc=nvml.NVMLError("Not Supported"), links=[])
         assert GpuCheck(nvml)() is None
+
+    def test_gpus_whose_driver_tells_no_errors_are_fit(self) -> None:
+        nvml = Nvml(2)
+        nvml.without_events = True
+        check = GpuCheck(nvml)
+        assert [check(), check()] == [None, None]
+        assert nvml.open == 0
 
     @pytest.mark.parametrize(
         ("broken", "reason"),
