@@ -177,8 +177,8 @@ class Driver:
                 self._thread.start()
                 return
             except Exception as error:
+                missing = _of_the_store(error)  # Raises a signal's exception: the thread may run.
                 self._thread = None
-                missing = _of_the_store(error)
             if time.monotonic() >= deadline:
                 raise missing
             if attempts.fail():
@@ -222,8 +222,10 @@ class Driver:
         pause = 0.001
         while not done() and time.monotonic() < deadline:
             self._nudge()
-            if self._thread is not None:
-                self._thread.join(pause) if self._stopping.is_set() else time.sleep(pause)
+            if self._thread is not None and self._stopping.is_set():
+                self._thread.join(pause)
+            else:
+                time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
     def _nudge(self) -> None:

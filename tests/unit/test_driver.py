@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from rdzv_plugins.kv import (
     AccessDeniedError,
     Entry,
+    ExhaustedError,
     MemoryClient,
     MemoryServer,
     RendezvousConnectionError,
@@ -377,6 +378,41 @@ def test_the_outcome_reaches_the_agent() -> None:
     assert driver.join().document is not None
     driver.stop(5.0)
     assert not driver.running
+
+
+def test_a_thread_that_a_signal_interrupts_in_its_start_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = make_driver(MemoryClient(MemoryServer(), "run"))
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == driver._name:
+            raise SignalException("Process got signal", signal.SIGTERM)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(SignalException):
+        driver.join()
+    assert driver.running
+    driver.stop(5.0)
+    assert not [it for it in threading.enumerate() if it.name == driver._name]
+
+
+def test_a_node_without_a_thread_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    nudges: list[float] = []
+
+    class Counting(MemoryClient):
+        def interrupt(self) -> None:
+            nudges.append(time.monotonic())
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ExhaustedError):
+        make_driver(Counting(MemoryServer(), "run")).join()
+    assert len(nudges) < 50
 
 
 def test_the_end_of_the_process_awaits_each_tcpstore_that_still_opens(
