@@ -91,8 +91,8 @@ class RunAgent(LocalElasticAgent):
     """torch's agent, with the rule of this module for this package's handler.
 
     torch has no public way to exclude a failure from the count, so this class overrides
-    `_monitor_workers`, which the agent's loop calls, and, for `Notice`, the methods that start and
-    stop workers. ``tests/handlers/test_agent.py`` fails when torch changes the private names.
+    `_monitor_workers`, which the agent's loop calls, and the method that starts workers.
+    ``tests/handlers/test_agent.py`` fails when torch changes the private names.
     """
 
     _failure: RunResult | None = None
@@ -109,7 +109,7 @@ class RunAgent(LocalElasticAgent):
         handler = self._worker_group.spec.rdzv_handler
         if isinstance(handler, StoreRendezvousHandler):
             handler.blames = True
-            self._notice = Notice(handler, handler.leave_notice)
+            self._notice = Notice(handler)
         try:
             result: RunResult = super().run(role)
             return result
@@ -136,11 +136,6 @@ class RunAgent(LocalElasticAgent):
             self._notice.begin()
         return started
 
-    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
-        if self._notice is not None:
-            self._notice.end()
-        super()._stop_workers(worker_group, *args, **kwargs)
-
     def _stop_all_that_workers_start(self, guard: Guard) -> None:
         """Make torch's stop of the workers include the processes that they have started.
 
@@ -153,6 +148,8 @@ class RunAgent(LocalElasticAgent):
 
         def close_all(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
             nonlocal seconds, stopped
+            if self._notice is not None:
+                self._notice.end()
             if not stopped and os.path.isdir("/proc/self"):
                 stop(context.pids(), death_sig or signal.SIGTERM, seconds, self._patience)
                 # The workers have ended, and new processes may get their pids.
@@ -185,8 +182,6 @@ class RunAgent(LocalElasticAgent):
             self._notice.look()
         # Keep the first result: stopping the remaining workers changes later results.
         result = self._failure or super()._monitor_workers(worker_group)
-        if self._notice is not None and result.state is not WorkerState.HEALTHY:
-            self._notice.end()
         if result.state is WorkerState.UNHEALTHY:
             return self._stuck(worker_group)
         if result.state is not WorkerState.FAILED or not isinstance(

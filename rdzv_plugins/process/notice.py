@@ -23,15 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class Notice:
-    """The signals of one agent; its methods are for the main thread.
+    """The signals of one agent; its methods are for the main thread."""
 
-    Args:
-        seconds: of the option ``leave_notice``.
-    """
-
-    def __init__(self, handler: StoreRendezvousHandler, seconds: float) -> None:
+    def __init__(self, handler: StoreRendezvousHandler) -> None:
         self._handler = handler
-        self._seconds = seconds
+        self._seconds = handler.leave_notice
         # torch's handlers, while they are replaced.
         self._torchs: dict[signal.Signals, Any] = {}
         # The first signal, and when it came.
@@ -51,7 +47,7 @@ class Notice:
                 signal.signal(number, self._take)
 
     def end(self) -> None:
-        """Restore torch's handlers, because no workers run or they failed."""
+        """Restore torch's handlers, because the workers have ended or are to end."""
         torchs, self._torchs = self._torchs, {}
         for its, handler in torchs.items():
             signal.signal(its, handler)

@@ -387,7 +387,6 @@ def test_torchs_loop_still_asks_as_we_answer() -> None:
         assert parameters == ["self", "worker_group"], CHANGED + method
     assert "_remaining_restarts" in loop, CHANGED + "_remaining_restarts"
     assert "_start_workers" in names(SimpleElasticAgent._initialize_workers), CHANGED + "starting"
-    assert "_stop_workers" in names(SimpleElasticAgent._restart_workers), CHANGED + "stopping"
 
 
 def test_torch_still_stops_its_workers_where_we_give_them_time() -> None:

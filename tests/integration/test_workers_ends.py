@@ -183,6 +183,34 @@ def test_workers_have_as_long_as_it_was_said(
     record_property("stopped after, s", round(time.monotonic() - began, 2))
 
 
+# Rank 0 fails when it is told to, and rank 1 does not end.
+FAILS = """
+import os, pathlib, signal, sys, time, rdzv_plugins
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+rdzv_plugins.step(0)
+(folder / f"began.{rank}").touch()
+while rank == "1" or not (folder / "fail").exists():
+    time.sleep(0.1)
+sys.exit(3)
+"""
+
+
+def test_a_signal_is_announced_while_workers_end_after_a_failure(
+    store: RunningStore, tmp_path: Path, run_id: str
+) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    script = f"exec {sys.executable} {tmp_path}/fails.py {tmp_path}"
+    arguments = ["--nproc-per-node=2", *of_a_run(store, run_id, "1:1", 3, script)]
+    with Launch(tmp_path / "a", RDZV_RUN, *arguments) as a:
+        assert until(lambda: all((tmp_path / f"began.{rank}").exists() for rank in "01"), 60)
+        (tmp_path / "fail").touch()
+        assert until(lambda: said(a, "the workers get SIGTERM"), 30)
+        a.process.send_signal(signal.SIGTERM)
+        assert until(lambda: said(a, "has left"), 15), a.log.read_text()
+        a.process.send_signal(signal.SIGKILL)
+
+
 @pytest.mark.parametrize("launcher", [TORCHRUN, RDZV_RUN], ids=["torchrun", "rdzv run"])
 def test_a_spare_of_torchs_handler_ends_well(
     store: RunningStore, tmp_path: Path, launcher: Sequence[str]
