@@ -237,11 +237,11 @@ class Report:
         self._lived_at: float | None = None
         # Up to when the present outage has been counted.
         self._away_at: float | None = None
-        if settings.otel:
-            # An SDK never forgets an instrument's callbacks.
-            self._outputs.append(_OpenTelemetry(lambda: self.gauges() if self._outputs else ()))
         if settings.metrics_port is not None:
             self._serve(run_id, settings, settings.metrics_port, log)
+        if settings.otel:
+            # Last, because an SDK never forgets an instrument's callbacks.
+            self._outputs.append(_OpenTelemetry(lambda: self.gauges() if self._outputs else ()))
         for cause in CAUSES:
             self._add("rdzv_restarts_total", 0, cause=cause)
 

@@ -158,7 +158,12 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._report: Report | None = None
         store = client
         if settings.metrics_port is not None or settings.otel:
-            self._report = Report(run_id, self._node, client.name, settings, self._log)
+            try:
+                self._report = Report(run_id, self._node, client.name, settings, self._log)
+            except BaseException:  # This host lacks a thread, say: another handler is made later.
+                if self._listener is not None:
+                    self._listener.close()
+                raise
             self._client = client = self._report.measured(client)
             self._watchers.append(self._report.watch)
         self._links = self._make_links()

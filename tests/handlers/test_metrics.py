@@ -293,6 +293,21 @@ class TestTheServer:
         with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(url, timeout=5)
 
+    def test_a_node_that_is_not_made_without_its_thread_leaves_no_listener(
+        self, site: Site, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name == "rdzv-run-metrics":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            site.handler(1, 2, metrics_port=0, network_check=True)
+        assert "rdzv-run-answers" not in {it.name for it in threading.enumerate()}
+
     def test_a_client_that_sends_nothing_does_not_hold_up_the_end(self, site: Site) -> None:
         alone = site.handler(1, 1, metrics_port=0)
         site.join(alone)
