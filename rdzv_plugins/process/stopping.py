@@ -40,6 +40,7 @@ def stop(
         seconds: until SIGKILL.
         after_a_loss: returns a shorter time in seconds, or None.
     """
+    workers = {rank: pid for rank, pid in workers.items() if not _is_anothers(pid)}
     pids = [*workers.values()]
     live = processes(pids)
     if any(worker not in live for worker in live.values()):
@@ -63,6 +64,13 @@ def stop(
             len(left),
             len(left & killed.keys()),
         )
+
+
+def _is_anothers(pid: int) -> bool:
+    """Whether a process that is no child of this one has got a reaped worker's pid."""
+    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
+        return int(stat.read().rpartition(b")")[2].split()[1]) != os.getpid()
+    return False
 
 
 def _kill_in_time(

@@ -102,3 +102,11 @@ def test_workers_without_a_session_of_their_own_are_stopped_too() -> None:
     with subprocess.Popen(["sleep", "600"]) as worker:
         stop({0: worker.pid}, signal.SIGTERM, 60.0, never)
         assert worker.wait(0.1) == -signal.SIGTERM
+
+
+def test_a_process_with_the_pid_of_a_reaped_worker_is_let_be(folder: Path) -> None:
+    """A process of another parent stands for it."""
+    Worker(folder, "sleep 600 & echo $! > free.pid; READY").process.wait(20)
+    stranger = int((folder / "free.pid").read_text())
+    stop({0: stranger}, signal.SIGTERM, 0.1, never)
+    assert stranger in processes([stranger])
