@@ -218,10 +218,10 @@ class RunAgent(LocalElasticAgent):
         try:
             while True:
                 # Ask for the change first, because closing the run may show as a change, too.
-                changed = handler.num_nodes_waiting() > 0
-                if changed and handler.made_no_progress:
+                changed, closed = handler.num_nodes_waiting() > 0, handler.is_closed()
+                if handler.made_no_progress:
                     return False  # The loop joins again, and the agent ends with status 93.
-                if handler.is_closed():
+                if closed:
                     # Joining again would only replace torch's report of the failure.
                     self._remaining_restarts = 0
                     return True

@@ -307,6 +307,23 @@ def test_a_run_without_progress_ends_the_agents_with_93(fleet: Run) -> None:
     assert ended.value.code == 93
 
 
+def test_a_run_that_is_closed_between_two_looks_ends_the_agents_with_93_too(fleet: Run) -> None:
+    node, peer = failed_beside_a_peer(fleet)
+    look = node.handler.num_nodes_waiting
+
+    def look_and_close() -> int:
+        seen = look()
+        if not fleet.closed():
+            peer.handler._close(peer.handler._service.close(Outcome.NO_PROGRESS, "no progress"))
+            assert until(node.handler.is_closed, 10)
+        return seen
+
+    node.handler.num_nodes_waiting = look_and_close  # type: ignore[method-assign]
+    with pytest.raises(SystemExit) as ended:
+        node.end()
+    assert ended.value.code == 93
+
+
 def test_time_without_the_store_is_not_counted(fleet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "_DECISION_SECONDS", 0.5)
     script, fail = fails_with_two(fleet)
