@@ -387,7 +387,7 @@ def torchrun(arguments: Sequence[str]) -> None:
     if not is_ours:
         launch(options)
         return
-    modules = ["torch", *filter(None, options.preload.split(","))]
+    modules = ["torch", *filter(None, map(str.strip, options.preload.split(",")))]
     with _in_the_place_of_torchs_agent(Standbys(modules) if options.warm else None):
         launch(options)
 

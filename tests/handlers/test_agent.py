@@ -425,4 +425,7 @@ def test_another_backends_agent_is_torchs(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == [LocalElasticAgent] * 3
     agent.torchrun(["--rdzv-backend=redis", "train.py"])
     assert seen[-1] is RunAgent
+    agent.torchrun(["--rdzv-backend=redis", "--warm", "--preload=a, b,", "train.py"])
+    assert isinstance(seen[-1], partial)
+    assert seen[-1].keywords["standbys"]._modules == "torch,a,b"
     assert vars(api)["LocalElasticAgent"] is LocalElasticAgent
