@@ -1,11 +1,10 @@
-"""The contract of a check, and a check that is a Python callable."""
+"""A check of this host that is a Python callable."""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from rdzv_plugins.kv.gate import plain
 
@@ -19,18 +18,6 @@ class CannotRunError(Exception):
     """The check could not be made: it says nothing about this host."""
 
 
-class Check(Protocol):
-    """A check of this host; people see its name."""
-
-    name: str
-
-    def run(self, given_up: threading.Event) -> str | None:
-        """Why the node is unfit; None: it is fit. Raises `CannotRunError`.
-
-        Called in a thread of its own. Once ``given_up`` is set, nothing waits for the answer.
-        """
-
-
 class CallCheck:
     """A Python callable without arguments that returns None, or why the node is unfit.
 
@@ -42,13 +29,11 @@ class CallCheck:
         self._load = load
 
     def run(self, given_up: threading.Event) -> str | None:
-        try:
-            reason = self._load()()
-        except CannotRunError:
-            raise
-        except BaseException as error:  # Also SystemExit, which would only end this thread.
-            said = last_line(str(error))
-            raise CannotRunError(f"it raised {type(error).__name__}: {said}") from error
+        """Why the node is unfit; None: it is fit. Raises what the callable raises.
+
+        Called in a thread of its own. Once ``given_up`` is set, nothing waits for the answer.
+        """
+        reason = self._load()()
         if reason is None:
             return None
         if isinstance(reason, str):

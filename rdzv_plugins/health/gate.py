@@ -8,15 +8,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import entry_points
 from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 from rdzv_plugins.clock import take
 from rdzv_plugins.health import disk, network
-from rdzv_plugins.health.checks import CallCheck, CannotRunError, Check
+from rdzv_plugins.health.checks import CallCheck, CannotRunError, last_line
 from rdzv_plugins.health.command import CommandCheck, arguments_of
 from rdzv_plugins.health.gpu import GpuCheck
 from rdzv_plugins.kv import Attempts, exhausted
 from rdzv_plugins.settings.options import Settings
 from rdzv_plugins.settings.parsing import alternatives
+
+Check: TypeAlias = CallCheck | CommandCheck
 
 SHIPPED = ("gpu", "disk", "network")
 """The checks of this package, by name."""
@@ -152,8 +155,8 @@ class _Attempt(threading.Thread):
             self.answers.put(None if self.given_up.is_set() else self._check.run(self.given_up))
         except CannotRunError as error:
             self.answers.put(error)
-        except Exception as error:
-            raised = CannotRunError(f"it raised {type(error).__name__}: {error}")
+        except BaseException as error:  # Also SystemExit, which would only end this thread.
+            raised = CannotRunError(f"it raised {type(error).__name__}: {last_line(str(error))}")
             raised.__cause__ = error
             self.answers.put(raised)
         finally:
