@@ -119,7 +119,6 @@ def create_torch_handler(
 
     Raises `ValueError` for an empty run id, and for an option that torch's handler does not have.
     """
-    _refuse_ours(settings)
     handler: MendedDynamicRendezvousHandler = MendedDynamicRendezvousHandler.from_backend(
         params.run_id,
         KeyValueStore(client, TORCH_STORE_PREFIX),
@@ -134,7 +133,7 @@ def create_torch_handler(
             close=timedelta(seconds=settings.close_timeout),
             heartbeat=timedelta(seconds=settings.request_timeout),
         ),
-        **_keep_alive(settings),
+        **check_settings(settings),
     )
     handler._client = client
     handler._attendance = attendance
@@ -142,32 +141,27 @@ def create_torch_handler(
     return handler
 
 
-def check_settings(settings: Settings) -> None:
-    """Raise `ValueError` if an option is set that torch's handler does not have."""
-    _refuse_ours(settings)
-    _keep_alive(settings)
+def check_settings(settings: Settings) -> dict[str, Any]:
+    """The heartbeat's options as torch's handler takes them.
 
-
-def _refuse_ours(settings: Settings) -> None:
+    Raises `ValueError` if an option is set that torch's handler does not have.
+    """
     every = option_names(Settings)
     names = ["master_port", "metrics_port", "metrics_host", "otel", "page_token_file"]
     for first, last in ("restart_on_loss", "outage_limit"), ("abandoned_ttl", "check_disk_free"):
         names += every[every.index(first) : every.index(last) + 1]
     if given := [name for name in names if getattr(settings, name) != getattr(Settings(), name)]:
         raise ValueError(f"handler=torch has no {', '.join(given)}; leave out, or use handler=rdzv")
-
-
-def _keep_alive(settings: Settings) -> dict[str, Any]:
     # The interval is declared as int, but torch only hands it to timedelta.
-    names = ("keep_alive_interval", "keep_alive_max_attempt")
-    values = {name: getattr(settings, name) for name in names}
+    beats = ("keep_alive_interval", "keep_alive_max_attempt")
+    values = {name: getattr(settings, name) for name in beats}
     if TAKES_KEEP_ALIVE:
         return values
-    fixed = {name: getattr(Settings(), name) for name in names}
+    fixed = {name: getattr(Settings(), name) for name in beats}
     if values != fixed:
         raise ValueError(
-            f"the handler of torch {torch.__version__} beats every {fixed[names[0]]:g} s and is "
-            f"given up after {fixed[names[1]]}; {' and '.join(names)} need a later torch, or "
+            f"the handler of torch {torch.__version__} beats every {fixed[beats[0]]:g} s and is "
+            f"given up after {fixed[beats[1]]}; {' and '.join(beats)} need a later torch, or "
             "handler=rdzv"
         )
     return {}

@@ -174,7 +174,7 @@ def check_options(job: Job) -> Generator[Finding, None, Chosen | None]:
     return Chosen(client, options, settings)
 
 
-def _rules(job: Job, settings: Settings, *, with_torch: bool) -> Iterator[Callable[[], None]]:
+def _rules(job: Job, settings: Settings, *, with_torch: bool) -> Iterator[Callable[[], object]]:
     """Checks that the handler makes at its start."""
     yield partial(refuse_unknown_checks, settings)
     yield partial(refuse_open_metrics, settings)
@@ -186,7 +186,7 @@ def _rules(job: Job, settings: Settings, *, with_torch: bool) -> Iterator[Callab
         yield partial(check_settings, settings)
 
 
-def _faults(rules: Iterable[Callable[[], None]]) -> Iterator[str]:
+def _faults(rules: Iterable[Callable[[], object]]) -> Iterator[str]:
     for rule in rules:
         try:
             rule()
