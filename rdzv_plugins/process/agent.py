@@ -37,8 +37,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ from rdzv_plugins.process.guard import Guard
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.process.notice import Notice
 from rdzv_plugins.process.stopping import stop
-from rdzv_plugins.process.warm import Standbys
+from rdzv_plugins.process.warm import Standbys, in_the_place_of
 from rdzv_plugins.process.worker import VARIABLE
 from rdzv_plugins.stores import is_store
 from rdzv_plugins.torch.torchrun import parse
@@ -388,7 +388,9 @@ def torchrun(arguments: Sequence[str]) -> None:
         launch(options)
         return
     modules = ["torch", *filter(None, map(str.strip, options.preload.split(",")))]
-    with _in_the_place_of_torchs_agent(Standbys(modules) if options.warm else None):
+    ours = partial(RunAgent, standbys=Standbys(modules)) if options.warm else RunAgent
+    # The launcher has no parameter for the agent's class, and looks it up by this name.
+    with in_the_place_of(api, "LocalElasticAgent", ours):
         launch(options)
 
 
@@ -399,14 +401,3 @@ def _without_ignored(names: str) -> str:
     """
     ignored = {it.name for it in signal.Signals if signal.getsignal(it) is signal.SIG_IGN}
     return ",".join(name for name in names.split(",") if name.strip() not in ignored)
-
-
-@contextmanager
-def _in_the_place_of_torchs_agent(standbys: Standbys | None) -> Iterator[None]:
-    # The launcher has no parameter for the agent's class, and looks it up by this name.
-    ours: Any = RunAgent if standbys is None else partial(RunAgent, standbys=standbys)
-    before, api.LocalElasticAgent = api.LocalElasticAgent, ours  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        api.LocalElasticAgent = before  # type: ignore[attr-defined]

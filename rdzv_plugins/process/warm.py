@@ -20,9 +20,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import IO, Any, BinaryIO
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -45,6 +46,10 @@ _ORDER_SECONDS = 5.0
 _END_SECONDS = 1.0
 
 _STDIN = "-", "/dev/stdin"
+
+# torch has no parameter for the start of a worker's process. This name is private, and
+# tests/handlers/test_warm.py fails when torch starts workers in another way.
+_POPEN = subprocess_handler, "Popen"
 
 # The variables that torch's agent and this package set for each worker and round. A script reads
 # them when it makes its process groups. While modules are imported they are not set, because a
@@ -162,7 +167,7 @@ class Standbys:
         options = {"numa_options": spec.numa_options} if hasattr(spec, "numa_options") else {}
         # torch may put numactl before the command. If that fails, it fails again in
         # `_start_workers`, where torch's launcher closes the run.
-        with suppress(Exception), _in_the_place_of_popen(self._foresee):
+        with suppress(Exception), in_the_place_of(*_POPEN, self._foresee):
             for rank in range(spec.local_world_size):
                 arguments = (*macros.substitute([*spec.args], str(rank)),)
                 get_subprocess_handler(spec.entrypoint, arguments, {}, "", "", rank, **options)
@@ -182,7 +187,7 @@ class Standbys:
     def starting(self) -> Iterator[None]:
         """While this context is open, let workers that torch starts take standbys."""
         self._plans, self._why_cold = [], []
-        with _in_the_place_of_popen(self._start):
+        with in_the_place_of(*_POPEN, self._start):
             yield
         if why := self._why_cold:
             log.warning(
@@ -268,12 +273,11 @@ def _differing(one: _Plan, other: _Plan) -> str:
 
 
 @contextmanager
-def _in_the_place_of_popen(start: Callable[..., Any]) -> Iterator[None]:
-    # torch has no parameter for the start of a worker's process. `Popen` in this module of torch is
-    # private; tests/handlers/test_warm.py fails when torch starts workers in another way.
-    names = vars(subprocess_handler)
-    before, names["Popen"] = names["Popen"], start
+def in_the_place_of(module: ModuleType, name: str, ours: Any) -> Iterator[None]:
+    """Have the module find this under one of its names while the context is open."""
+    names = vars(module)
+    before, names[name] = names[name], ours
     try:
         yield
     finally:
-        names["Popen"] = before
+        names[name] = before
