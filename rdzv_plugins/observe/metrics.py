@@ -403,6 +403,7 @@ class Measured:
     """Wraps a client and times its requests; everything else is passed to the client.
 
     ``note`` gets the method's name, its seconds, and the error of a request that failed.
+    ``retried`` is called after what the client calls already at a retry.
     """
 
     def __init__(
@@ -413,7 +414,8 @@ class Measured:
     ) -> None:
         self._client = client
         self._note = note
-        client.on_retry = retried
+        tell = client.on_retry or bool
+        client.on_retry = lambda: (tell(), retried())
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._client, name)

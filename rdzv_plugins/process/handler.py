@@ -156,7 +156,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._events = Events(run_id, address, record.label)
         self._watchers: list[Watcher] = []
         self._report: Report | None = None
-        store = client
+        client.on_retry = lambda: self._driver.note_retry()
         if settings.metrics_port is not None or settings.otel:
             try:
                 self._report = Report(run_id, self._node, client.name, settings, self._log)
@@ -167,7 +167,7 @@ class StoreRendezvousHandler(RendezvousHandler):
             self._client = client = self._report.measured(client)
             self._watchers.append(self._report.watch)
         self._links = self._make_links()
-        self._driver = Driver(
+        self._driver: Driver = Driver(
             self._node,
             client,
             archive,
@@ -177,7 +177,6 @@ class StoreRendezvousHandler(RendezvousHandler):
             lambda request: dial_peer(request, self.use_agent_store),
             self._links.hold if self._links is not None else None,
         )
-        _tell_of_retries(store, self._driver)
         self._fitness = Fitness(
             run_id, settings, self._node, self._driver, self._log,
             gate_of(settings, lambda: self._service.rank_0, self._log.warning),
@@ -734,15 +733,3 @@ def _first_record(
         port=port if rules.network_check else 0,
         link=port if rules.answer_timeout is not None else 0,
     )
-
-
-def _tell_of_retries(client: KeyValueClient, driver: Driver) -> None:
-    """Make the client report retries to the driver, too."""
-    counts = client.on_retry
-
-    def note() -> None:
-        driver.note_retry()
-        if counts is not None:
-            counts()
-
-    client.on_retry = note
