@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import Generic, TypeVar
+
+from rdzv_plugins.kv.base import in_background
 
 __all__ = ["Background", "together"]
 
@@ -15,29 +18,16 @@ class Background(Generic[T]):
     """A call in its own daemon thread, which starts at once."""
 
     def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="conformance", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._results.append(self._call())
-        except BaseException as error:
-            self._error = error
+        self._future = in_background("conformance", call)
 
     def done(self, timeout: float = 0.0) -> bool:
         """Whether the call ends within ``timeout`` seconds."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return not wait([self._future], timeout).not_done
 
     def result(self, timeout: float) -> T:
         """The result of the call, or its error; `AssertionError` if it has not ended in time."""
         assert self.done(timeout), f"the call had not ended after {timeout:g} s"
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+        return self._future.result()
 
 
 def together(calls: Sequence[Callable[[], T]], timeout: float = 90.0) -> list[T]:
