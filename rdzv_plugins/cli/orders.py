@@ -402,7 +402,7 @@ class _Told:
     ) -> None:
         """Say what is ordered, and what its effect will be."""
         verb = "would be ordered" if dry_run else "ordered"
-        data = {"nodes": [*given.nodes], "left": given.left, "size": given.size}
+        data = {"nodes": [*given.nodes], "left": given.remaining, "size": given.size}
         self.say(f"{what} {verb}; {_to_come(given, seen)}", dry_run=dry_run, **data)
 
     def await_effect(
@@ -475,8 +475,8 @@ def _to_come(given: Given, seen: Inspection) -> str:
     document = _document(given)
     if given.lacks:
         return (
-            f"{_count(given.left)} {'is' if given.left == 1 else 'are'} left, {given.lacks} fewer "
-            "than a round needs: no round forms until others come"
+            f"{_count(given.remaining)} {'is' if given.remaining == 1 else 'are'} left, "
+            f"{given.lacks} fewer than a round needs: no round forms until others come"
         )
     if given.ids and not _are_in_it(given.ids, seen):
         return f"round {document.round} is not ended for that"
@@ -582,9 +582,9 @@ def _at_rank(seen: Inspection, rank: int) -> str:
 def _refuse_to_stop(run_id: str, given: Given, force: bool) -> None:
     if given.stops and not force:
         raise ValueError(
-            f"run '{run_id}' would stop without {', '.join(given.nodes)}: {_count(given.left)} "
-            f"would be left, {given.lacks} fewer than a round needs; nothing was changed. --force "
-            "does it all the same"
+            f"run '{run_id}' would stop without {', '.join(given.nodes)}: "
+            f"{_count(given.remaining)} would be left, {given.lacks} fewer than a round needs; "
+            "nothing was changed. --force does it all the same"
         )
 
 

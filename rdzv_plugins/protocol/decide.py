@@ -74,7 +74,7 @@ from rdzv_plugins.protocol.situation import (
     Situation,
     assess,
     fits,
-    is_full,
+    has_no_room,
     round_in,
     unconfirmed,
     waits_for_a_living_round,
@@ -382,7 +382,7 @@ def _wait_as_a_spare(view: View, document: RoundDocument) -> Action | None:
     waits = record.status is Status.JOIN and document.phase is Phase.RUNNING
     if not waits or view.me in document.ranks:
         return None
-    no_room = is_full(document, Sizes.of(view.rules)) or document.finishing
+    no_room = has_no_room(document, Sizes.of(view.rules)) or document.finishing
     if no_room or policies.delays(view, document):
         return SetRecord(Status.SPARE, record.incarnation, record.round, ring=False)
     return None

@@ -59,7 +59,7 @@ class Observer:
         shards: the keys of the shards of that document.
         since: when each part of the document last changed.
         liveness: since when each node's beat has stood still.
-        progress: since when the leader's count of listings has stood still.
+        listings: since when the leader's count of listings has stood still.
         looks: see `NodeRecord.looks`.
         is_to_write: this node has decided to write the document, and has not done so yet.
         listed_since: when this node last listed all records, or began to have to.
@@ -79,7 +79,7 @@ class Observer:
         self.latest: RoundDocument | None = None
         self.leader: NodeRecord | None = None
         self.liveness = FailureDetector()
-        self.progress = FailureDetector()
+        self.listings = FailureDetector()
         self.records: dict[str, NodeRecord] | None = None
         self.looks = 0
         self.is_to_write = False
@@ -189,7 +189,7 @@ class Observer:
         if document.leader is not None:
             # Only the leader writes in the leader's name, so the write is a sign of life.
             self.liveness.heard(document.leader, self._clock())
-            self.progress.heard(document.leader, self._clock())
+            self.listings.heard(document.leader, self._clock())
         self.answers.ask(document.accused, self._clock())
         if self._is_later(document):
             self.latest = document
@@ -234,7 +234,7 @@ class Observer:
         self._lists = False
         now = self._clock()
         self.liveness.restart(now, unless=deposed)
-        self.progress = FailureDetector()
+        self.listings = FailureDetector()
         self.listed_since = now
 
     def _is_later(self, document: RoundDocument) -> bool:
@@ -302,7 +302,7 @@ class Observer:
             self.leader = record
         if record is None:
             self.liveness.observe(leader, None, asked, self._clock())
-        self.progress.observe(leader, record.looks if record else None, asked, self._clock())
+        self.listings.observe(leader, record.looks if record else None, asked, self._clock())
         # A store that lost the leader's record may have lost the document too.
         self.read_again(document=record is None)
 
@@ -382,12 +382,12 @@ class Observer:
         if away.is_outage:
             # Order no extra reads, because the store may be slow.
             self.liveness.restart(now, lease)
-            self.progress.restart(now, lease)
+            self.listings.restart(now, lease)
             self.listed_since = now
             self.since.enough = None
         elif away.failed:
             self.liveness.discount(away.seconds, now)
-            self.progress.discount(away.seconds, now)
+            self.listings.discount(away.seconds, now)
         self.answers.restart(now)
 
     def until_first_lease(self, now: float) -> float | None:

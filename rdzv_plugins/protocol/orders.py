@@ -44,7 +44,7 @@ class Given:
         nodes: the labels of these nodes.
         unknown: names that no node of the run has.
         done: nodes whose workers succeeded, so that the order changed nothing.
-        left: how many nodes remain that could be in a round, as far as their records tell.
+        remaining: how many nodes remain that could be in a round, as far as their records tell.
         lacks: how many more nodes a round needs.
         size: how many of the remaining nodes a round takes; 0: too few remain.
         stops: without the order there are enough nodes for a round, and with it too few.
@@ -55,7 +55,7 @@ class Given:
     nodes: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     done: tuple[str, ...] = ()
-    left: int = 0
+    remaining: int = 0
     lacks: int = 0
     size: int = 0
     stops: bool = False
@@ -156,7 +156,9 @@ def resize(giver: str) -> Effects[Given]:
     after = yield from give(giver, document.incarnation, resized)
     if after is None:
         return Given()
-    return Given(document=after, nodes=tuple(sorted(labels(records, waiting))), left=len(records))
+    return Given(
+        document=after, nodes=tuple(sorted(labels(records, waiting))), remaining=len(records)
+    )
 
 
 def exclude(
@@ -301,7 +303,7 @@ def _given(
         document=document,
         ids=tuple(dict.fromkeys(nodes)),
         nodes=tuple(sorted(set(labels(records, nodes)))),
-        left=len(left),
+        remaining=len(left),
         lacks=needed(left, records, sizes),
         size=world_size(left, records, sizes),
     )

@@ -11,7 +11,7 @@ from rdzv_plugins.protocol.policies.kept_out import describe_in_force, exclusion
 from rdzv_plugins.protocol.policies.network import own_findings, remark, slow, verdict_on
 from rdzv_plugins.protocol.rounds import amended
 from rdzv_plugins.protocol.rules import View
-from rdzv_plugins.protocol.situation import is_full, unconfirmed, waits_for_a_living_round
+from rdzv_plugins.protocol.situation import has_no_room, unconfirmed, waits_for_a_living_round
 from rdzv_plugins.protocol.sizes import Sizes
 from rdzv_plugins.protocol.stalls import steps_of_node
 
@@ -97,7 +97,7 @@ def _of_a_spare(view: View, document: RoundDocument) -> Iterator[Remark]:
         why = "whose workers are about to end"
     elif view.record.was_at_fault:
         why = "which is not ended for a node that failed its network check"
-    elif not is_full(document, Sizes.of(view.rules)):
+    elif not has_no_room(document, Sizes.of(view.rules)):
         why = f"which lets newcomers in later ({view.record.run_options})"
     yield (
         "spare",

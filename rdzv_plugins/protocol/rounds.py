@@ -23,7 +23,7 @@ from rdzv_plugins.protocol.roster import members_by_their_records
 from rdzv_plugins.protocol.rules import View
 from rdzv_plugins.protocol.situation import Situation, round_in, without
 
-NOBODY: Mapping[str, Accusation] = {}
+NO_ACCUSATIONS: Mapping[str, Accusation] = {}
 
 
 def founded(view: View, note: str) -> RoundDocument:
@@ -223,7 +223,7 @@ def amended(
     cause: Cause,
     records: Mapping[str, NodeRecord],
     gone: Iterable[str],
-    by_accusation: Mapping[str, Accusation] = NOBODY,
+    by_accusation: Mapping[str, Accusation] = NO_ACCUSATIONS,
 ) -> Cause:
     """The cause with the gone nodes as lost or left; ``by_accusation``: see `Situation`."""
     ended: dict[str, Accusation] = {}

@@ -24,7 +24,7 @@ from rdzv_plugins.protocol.policies.policy import Reason
 from rdzv_plugins.protocol.rules import Rules, View
 from rdzv_plugins.protocol.sizes import Sizes, world_size
 
-_NOBODY: frozenset[str] = frozenset()
+_NO_NODES: frozenset[str] = frozenset()
 
 
 def assess(view: View, document: RoundDocument) -> Situation:
@@ -94,10 +94,10 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     records: Mapping[str, NodeRecord]
     rules: Rules
     wall: float
-    lost: frozenset[str] = _NOBODY
+    lost: frozenset[str] = _NO_NODES
     by_accusation: Mapping[str, Accusation] = {}
-    silent: frozenset[str] = _NOBODY
-    back: frozenset[str] = _NOBODY
+    silent: frozenset[str] = _NO_NODES
+    back: frozenset[str] = _NO_NODES
 
     def is_gone(self, node: str) -> bool:
         """Whether the node left, is done or lost. A missing record is silence, not a leave."""
@@ -350,7 +350,7 @@ def waits_for_a_living_round(view: View) -> bool:
     )
 
 
-def is_full(document: RoundDocument, sizes: Sizes) -> bool:
+def has_no_room(document: RoundDocument, sizes: Sizes) -> bool:
     """Whether the running round has no room."""
     return document.size - len(document.absent) >= sizes.most
 

@@ -360,7 +360,7 @@ class TestTheCommands:
         store = Commands()
         given = store.give(drain("rdzv", [name], lambda: 0.0))
         assert store.document == replace(NOW, drained=("n2",)) == given.document
-        assert (given.nodes, given.left, given.size, given.stops) == (("n2[1]",), 3, 3, False)
+        assert (given.nodes, given.remaining, given.size, given.stops) == (("n2[1]",), 3, 3, False)
         assert store.client.get(BELL_KEY) is not None
 
     def test_all_nodes_of_a_host(self) -> None:
@@ -387,7 +387,7 @@ class TestTheCommands:
     def test_a_command_says_when_too_few_nodes_are_left(self) -> None:
         store = Commands()
         given = store.give(drain("rdzv", ["n2", "n3", "n4"], lambda: 0.0))
-        assert (given.left, given.lacks, given.size, given.stops) == (1, 1, 0, True)
+        assert (given.remaining, given.lacks, given.size, given.stops) == (1, 1, 0, True)
         assert store.document.drained == ("n2", "n3", "n4")
 
     @pytest.mark.parametrize("order", ["drain", "exclude"])
@@ -406,30 +406,30 @@ class TestTheCommands:
         else:
             given = store.give(exclude("rdzv", Exclusion("n2"), lambda: 0.0, refuse))
         assert seen == [given]
-        assert (given.nodes, given.left, given.lacks) == (("n2[1]",), 1, 1)
+        assert (given.nodes, given.remaining, given.lacks) == (("n2[1]",), 1, 1)
         assert store.document == NOW
         assert store.client.get(BELL_KEY) is None
 
     def test_the_dead_do_not_count(self) -> None:
         dead = {"n3", "n4"}.__contains__
         given = Commands().give(drain("rdzv", ["n2"], lambda: 0.0, lambda _: True, dead))
-        assert (given.left, given.stops) == (1, True)
+        assert (given.remaining, given.stops) == (1, True)
         # A run that has too few nodes anyway is not stopped.
         given = Commands().give(drain("rdzv", ["n3"], lambda: 0.0, lambda _: True, "n2".__eq__))
-        assert (given.left, given.stops) == (2, False)
+        assert (given.remaining, given.stops) == (2, False)
         everybody = {"n2", "n3", "n4"}.__contains__
         given = Commands().give(drain("rdzv", ["n3"], lambda: 0.0, lambda _: True, everybody))
-        assert (given.left, given.lacks, given.stops) == (1, 1, False)
+        assert (given.remaining, given.lacks, given.stops) == (1, 1, False)
 
     def test_units_count(self) -> None:
         store = Commands()
         leader = replace(running("n1", NOW), run_options="node_unit=3")
         store.client.put(NODES_PREFIX + "n1", leader.encode())
         given = store.give(drain("rdzv", ["n2"], lambda: 0.0))
-        assert (given.left, given.size, given.lacks, given.stops) == (3, 3, 0, False)
+        assert (given.remaining, given.size, given.lacks, given.stops) == (3, 3, 0, False)
         given = store.give(drain("rdzv", ["n3"], lambda: 0.0))
         # Two are as many as --nnodes asks for, and no unit.
-        assert (given.left, given.size, given.lacks, given.stops) == (2, 0, 1, True)
+        assert (given.remaining, given.size, given.lacks, given.stops) == (2, 0, 1, True)
 
     def test_drained_twice_is_drained_once(self) -> None:
         store = Commands()
@@ -499,7 +499,7 @@ class TestTheCommands:
         store.give(exclude("rdzv", Exclusion("n3", 5.0), lambda: 0.0))
         given = store.give(exclude("rdzv", BAD, lambda: 0.0))
         assert store.document == EXCLUDED
-        assert (given.nodes, given.left) == (("n3[1]",), 3)
+        assert (given.nodes, given.remaining) == (("n3[1]",), 3)
         assert not store.give(include("rdzv", ["n9"]))
         assert store.give(include("rdzv", ["n3"]))
         assert store.document == NOW
