@@ -427,7 +427,7 @@ def test_an_order_waits_for_its_effect_and_tells_it(played: Played) -> None:
     (row,) = map(json.loads, played.said("drain", "--rank", "2", "--json"))
     assert row["nodes"] == [played.label(drained)]
     assert (row["left"], row["size"], row["round"], row["world"]) == (3, 3, 3, 3)
-    assert isinstance(rank.error, SystemExit)
+    agents.until(lambda: isinstance(rank.error, SystemExit), 30)
     ended = f"run '{played.run_id}' has no node of rank 7 now: running round 3, 3 of 2..4 nodes"
     assert played.refusal("drain", "--rank", "7") == ended
     assert played.rdzv("drain").exit_code == 2
