@@ -82,7 +82,7 @@ class AgentStore(KeyValueStore):
     def add(self, key: str, value: int) -> int:
         if key.startswith(_EXIT_BARRIER):
             self._on_done()
-            if self._is_passed():
+            if self._is_over_for_all():
                 return 0  # No agent waits any more, and the run may be swept: write nothing.
             # If the store loses this count, the leader closes the run once all records say done.
             with suppress(DistError):
@@ -106,7 +106,11 @@ class AgentStore(KeyValueStore):
                 self._patiently(partial(self._wait, missing[0], None, self._longest_wait))
 
     def _is_passed(self) -> bool:
-        """Whether no agent waits in the exit barrier any more, save for its time-out."""
+        """Whether this agent waits no more in the exit barrier, its time-out aside."""
+        return self._over() and (self._rank > 0 or self._is_over_for_all())
+
+    def _is_over_for_all(self) -> bool:
+        """Whether no agent waits any more; in a closed run rank 0 keeps the TCPStore for others."""
         return self._over() and (self.made_up or not self._trains_on())
 
     def _over(self) -> bool:
@@ -114,23 +118,24 @@ class AgentStore(KeyValueStore):
 
     def _put(self, values: Mapping[str, bytes]) -> None:
         if not self.made_up:
-            with self._once_over_without_the_store():
+            with self._without_the_store_once(self._over):
                 super()._put(values)
 
     def _found(self, keys: Sequence[str]) -> dict[str, Entry]:
         found: dict[str, Entry] = {}
         if not self.made_up:
-            with self._once_over_without_the_store():
+            in_barrier = any(key.startswith(_EXIT_BARRIER) for key in keys)
+            with self._without_the_store_once(self._is_passed if in_barrier else self._over):
                 found = super()._found(keys)
         return found
 
     @contextmanager
-    def _once_over_without_the_store(self) -> Iterator[None]:
-        """Ignore a request's failure once no agent waits for its key."""
+    def _without_the_store_once(self, over: Callable[[], bool]) -> Iterator[None]:
+        """Ignore a request's failure once ``over`` holds: no agent waits for its key."""
         try:
             yield
         except RendezvousConnectionError as error:
-            if not (self._over() and store_is_away(error)):
+            if not (over() and store_is_away(error)):
                 raise
             self.made_up = True
 

@@ -234,9 +234,25 @@ def test_the_exit_barrier_of_a_closed_run_that_trains_on(round_: Round, ends: st
     assert round_.stores[0].all_done is (ends == "the others")
 
 
+def test_only_rank_0_waits_in_the_exit_barrier_of_a_closed_run(round_: Round) -> None:
+    """It has the TCPStore."""
+    round_.trains_on = True
+    round_.end()
+    first = Background(round_.agents[0].pass_exit_barrier)
+    round_.assert_waits(first)
+    Background(round_.agents[1].pass_exit_barrier).result(10)
+    first.result(10)
+    assert round_.stores[0].all_done
+
+
+@pytest.mark.parametrize("closed", [False, True])
 def test_the_time_out_of_the_exit_barrier_bounds_an_outage(
-    round_: Round, monkeypatch: pytest.MonkeyPatch
+    round_: Round, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
+    if closed:
+        round_.trains_on = True
+        round_.end()
+
     def unreachable(keys: object) -> NoReturn:
         raise RendezvousConnectionError("unreachable")
 

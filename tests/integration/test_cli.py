@@ -507,7 +507,8 @@ def test_watch_goes_on_while_the_store_has_lost_the_run() -> None:
     with started(kind_of("redis")) as store:
         write_run(store, "job", {"n0": record(0, "10.0.0.1")})
         command = [sys.executable, "-m", "rdzv_plugins.cli", "watch", "-e", store.endpoint, "job"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
             assert watching.stdout is not None
             assert "run 'job'" in watching.stdout.readline()
             with closing(Redis.from_url(store.endpoint)) as redis:
@@ -516,7 +517,9 @@ def test_watch_goes_on_while_the_store_has_lost_the_run() -> None:
                 assert line
             write_run(store, "job", {"n0": record(0, "10.0.0.1")})
             assert "run 'job'" in watching.stdout.readline()
-            watching.terminate()
+        finally:
+            watching.kill()
+            watching.communicate()
 
 
 @pytest.mark.parametrize("json_", [(), ("--json",)], ids=["text", "json"])

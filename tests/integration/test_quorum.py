@@ -899,7 +899,7 @@ def test_a_place_that_was_another_members_is_forgotten(served: RunningStore) -> 
             client.read([], Limit(time.monotonic() + 5))
             return client.up(Limit(time.monotonic() + 0.5))
 
-        assert up() == 2
+        assert until(lambda: up() == 2, 15)
         places[0] = right
         assert until(lambda: up() == 3, 15)
         for node in nodes(served)[:2]:
