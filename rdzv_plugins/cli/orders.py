@@ -232,7 +232,8 @@ def exclude(
         return _give(seen, work)
 
     with ExitStack() as opened, _Told("exclude", run_id, about.as_json) as told:
-        found = about.inspect(_open_runs(about, run_id), opened, of_all=all_runs)
+        known = _open_runs(about, run_id)
+        found = about.inspect(known, opened, of_all=all_runs)
         if not (all_runs or later) and not _hosts_called(host, found.values()):
             raise _no_node(
                 found[run_id], host, "nobody was excluded; --later keeps the host out once it comes"
@@ -250,7 +251,7 @@ def exclude(
         # First exclude the host for later runs: a run may begin at this moment.
         about.archive(run_id).exclude(exclusion, now, all_runs=all_runs)
         told.say(f"{describe(exclusion, now)}; from {whose}", host=host, until=until)
-        fresh = [it for it in _open_runs(about, run_id) if it not in found]
+        fresh = [it for it in _open_runs(about, run_id) if it not in known]
         found |= about.inspect(fresh, opened, of_all=all_runs)
         orders_given = [(seen, give(seen, True)) for seen in found.values()]
         awaited = [it for it in orders_given if _say_exclusion(told, *it, all_runs, host)]

@@ -256,8 +256,8 @@ def history(
 def watch(about: OneRun) -> None:
     """Show the status and keep it up to date, until Ctrl-C or until the run is closed.
 
-    In a pipe it writes one line for each change. It continues through an outage of the store. Exit
-    status: 0, or 4 if there is no such run.
+    In a pipe it writes one line for each change. It continues through an outage of the store, and
+    while the store has lost the run. Exit status: 0, or 4 if there is no such run at the start.
     """
     from rich.live import Live
     from rich.text import Text

@@ -351,8 +351,10 @@ class BucketClient(EpochClient):
         for name, found in self._ask(limit, lambda: self._fetch(some)).items():
             if self._has_ended(found, limit, _SWEEP_AFTER):
                 # Not all of the folder, which may be another team's prefix.
-                folder = f"{name.removesuffix(_MARK_NAME)}{Epoch.of(found).name}"
-                if self._clear(folder, limit):
+                folder = name.removesuffix(_MARK_NAME)
+                epochs = {Epoch().name, Epoch.of(found).name}
+                # Delete the mark last: without the mark the default epoch counts again.
+                if all(self._clear(f"{folder}{it}", limit) for it in epochs):
                     self._remove([name], limit)
 
     def _problem(self, error: Exception) -> Problem | None:

@@ -443,7 +443,11 @@ def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
     found = look_up(*host, limit.seconds)
     for at, (family, kind, protocol, _, address) in enumerate(found):
         share = limit.within(limit.seconds / (len(found) - at))
-        line = socket.socket(family, kind, protocol)
+        try:
+            line = socket.socket(family, kind, protocol)
+        except OSError as error:  # The kernel has no IPv6.
+            problem = error
+            continue
         try:
             line.setblocking(False)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

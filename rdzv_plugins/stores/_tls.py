@@ -117,19 +117,28 @@ def unheard_alert(host: str, port: int, context: ssl.SSLContext) -> ssl.SSLError
     In TLS 1.3 a server checks the client's certificate while the first request is under way. If the
     server closes with that request unread, its alert is lost. A client without a request gets it.
     """
-    with suppress(OSError):
-        for *_, address in look_up(host, port, _ALERT_SECONDS):
-            try:
-                with (
-                    socket.create_connection(address[:2], _ALERT_SECONDS) as raw,
-                    context.wrap_socket(raw, server_hostname=host) as line,
-                ):
-                    line.recv(1)
-            except ssl.SSLError as error:
-                return error if stays_refused(str(error)) else None
-            except OSError:
-                continue
+    try:
+        with (
+            _connected(host, port) as raw,
+            context.wrap_socket(raw, server_hostname=host) as line,
+        ):
+            line.recv(1)
+    except ssl.SSLError as error:
+        return error if stays_refused(str(error)) else None
+    except OSError:
+        return None
     return None
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    """A connection to the first address that takes one; they share `_ALERT_SECONDS`."""
+    found = look_up(host, port, _ALERT_SECONDS)
+    for *_, address in found:
+        with suppress(OSError):
+            line = socket.create_connection(address[:2], _ALERT_SECONDS / len(found))
+            line.settimeout(_ALERT_SECONDS)
+            return line
+    raise OSError("no address takes a connection")
 
 
 def tls_problem(reason: str) -> Problem:

@@ -223,8 +223,10 @@ class Client(EpochClient):
                     mark = {"key": item["key"]}
                     same = {**mark, "target": "VALUE", "result": "EQUAL", "value": item["value"]}
                     # Not all below the name, which may be another team's prefix.
-                    gone = [_range(f"{self._above}{name}/{Epoch.of(stored).name}/"), mark]
-                    self._transact([same], [{"request_delete_range": it} for it in gone], limit)
+                    epochs = {Epoch().name, Epoch.of(stored).name}
+                    gone = [_range(f"{self._above}{name}/{it}/") for it in epochs]
+                    each = [{"request_delete_range": it} for it in (*gone, mark)]
+                    self._transact([same], each, limit)
         except RefusedError as error:
             # A user of one run may not list or delete others.
             if error.code != _DENIED:
