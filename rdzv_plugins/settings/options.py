@@ -76,10 +76,10 @@ class Settings:
     ``rdzv_plugins.saved()``) or never; see policies.md"""
     save_timeout: float = option(60.0, least=0, of_run=True)
     """seconds that a planned restart waits for the checkpoint of a script that calls
-    ``rdzv_plugins.step()``; 0: it does not wait; see policies.md"""
+    ``rdzv_plugins.step()``; 0: it does not wait; see training-script.md"""
     step_timeout: float = option(0.0, least=0, of_run=True)
-    """seconds without ``rdzv_plugins.step()`` after which the round ends; see policies.md; 0:
-    never"""
+    """seconds without ``rdzv_plugins.step()`` after which the round ends; see training-script.md;
+    0: never"""
     leave_notice: float = option(25.0, least=0)
     """seconds that ``rdzv run`` waits for the checkpoint after SIGTERM or another of
     ``--signals-to-handle``, before it leaves; at most save_timeout"""

@@ -138,7 +138,7 @@ def _connected(host: str, port: int) -> socket.socket:
             line = socket.create_connection(address[:2], _ALERT_SECONDS / len(found))
             line.settimeout(_ALERT_SECONDS)
             return line
-    raise OSError("no address takes a connection")
+    raise ConnectionRefusedError
 
 
 def tls_problem(reason: str) -> Problem:
