@@ -564,7 +564,7 @@ class Node:
         if awaits is None or leads:
             # A leader waits for the bell, which rank 0 rings when it confirms.
             left = patience if awaits else min(patience, self._network.seconds_left)
-            yield from self._park(left, leads)
+            yield from self._pause(left)
         else:
             until_beat = self._heartbeat.seconds_left
             yield from Park(*awaits, min(_LOOK_SECONDS, until_beat, patience))

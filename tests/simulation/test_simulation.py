@@ -170,6 +170,7 @@ FOUND = (
     (8101171, FORGETS_A_STEP, "ranks differed where the store lost the step that all agreed on"),
     (8101114, _ONCE_RESTARTED, "the checker expected an answer of a node whose join had failed"),
     (2, _GROWS_ONCE_SAVED, "the checker forgot that a run may grow once it has saved"),
+    (112400179, _AT_ONCE, "a leader in its network check wrote no lost shards again"),
 )
 
 
