@@ -564,7 +564,8 @@ class Node:
         if awaits is None or leads:
             # A leader waits for the bell, which rank 0 rings when it confirms.
             left = patience if awaits else min(patience, self._network.seconds_left)
-            yield from self._pause(left)
+            if not (leads and (yield from self._lead.renew())):
+                yield from self._park(left, leads)
         else:
             until_beat = self._heartbeat.seconds_left
             yield from Park(*awaits, min(_LOOK_SECONDS, until_beat, patience))
