@@ -229,8 +229,8 @@ def test_the_agents_logs_tell_an_outage_and_a_leave(submit: Submit, store: Runni
     job.begin("ab")
     assert store.server is not None
     server = store.server.nodes[0]
-    stopped = time.monotonic()
     server.stop()
+    stopped = time.monotonic()
     for name in "ab":
         job.await_line(name, "could not be reached", "what runs goes on")
     away = time.monotonic() - stopped
