@@ -209,7 +209,7 @@ class Access:
         for run_id in run_ids:
             client = opened.enter_context(self.connect(run_id))
             found[run_id] = Inspection(client, self.archive(run_id), run_id)
-        settle([*found.values()], surely=surely, leave_out=leave_out if of_all else None)
+        settle(found.values(), surely=surely, leave_out=leave_out if of_all else None)
         return found
 
     @contextmanager

@@ -564,8 +564,7 @@ class Node:
         if awaits is None or leads:
             # A leader waits for the bell, which rank 0 rings when it confirms.
             left = patience if awaits else min(patience, self._network.seconds_left)
-            if not (leads and (yield from self._lead.renew())):
-                yield from self._park(left, leads)
+            yield from self._park(left, leads)
         else:
             until_beat = self._heartbeat.seconds_left
             yield from Park(*awaits, min(_LOOK_SECONDS, until_beat, patience))
@@ -614,12 +613,12 @@ class Node:
             return
         document = self.document
         leads = document is not None and document.leader == self.id and not document.closed
-        if leads and (yield from self._lead.renew()):
-            return
         yield from self._park(until_links if seconds is None else min(seconds, until_links), leads)
 
     def _park(self, seconds: float | None, leads: bool) -> Effects[None]:
-        """Wait for the bell as the leader, else for the document."""
+        """Wait for the bell as the leader, unless something is due, else for the document."""
+        if leads and (yield from self._lead.renew()):
+            return
         seen = self._seen
         until_beat = self._heartbeat.seconds_left
         if not self._beats or (seen.closed and not self._writer.trains_on):

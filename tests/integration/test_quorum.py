@@ -599,7 +599,9 @@ def test_a_client_that_cannot_take_part_is_closed(hosts: Hosts) -> None:
         return client
 
     hosts.start(1, 2, 3)
-    with pytest.raises(RendezvousConnectionError, match=r"had no .* of its members"):
+    with pytest.raises(
+        RendezvousConnectionError, match=r"had no (majority|agreement) of its members"
+    ):
         hosts._attendances[1].open(connect, 0)
     with pytest.raises(ClientClosedError):
         opened[0].get("key")
