@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import select
 import socket
@@ -29,7 +28,7 @@ from rdzv_plugins.kv.findings import Finding, of_connection
 from rdzv_plugins.settings.endpoint import Endpoint
 from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import ServerOptions
-from rdzv_plugins.stores._names import look_up
+from rdzv_plugins.stores._names import connected
 from rdzv_plugins.stores._tls import context_if, tls_problem, unheard_alert
 
 T = TypeVar("T")
@@ -324,7 +323,7 @@ class _Connection(io.RawIOBase):
         self.server, self._request = server, b""
         self.begin(limit)
         self.http = HTTPConnection(*host)
-        self._socket = _connected(host, limit)
+        self._socket = connected(host, limit)
         try:
             if context is not None:
                 self._socket = context.wrap_socket(
@@ -435,36 +434,6 @@ class _Bounded(io.RawIOBase):
     def close(self) -> None:
         self._line.close()
         super().close()
-
-
-def _connected(host: tuple[str, int], limit: Limit) -> socket.socket:
-    """Like ``socket.create_connection``, but each address has an equal share of the time."""
-    problem = OSError("the host has no address")
-    found = look_up(*host, limit.seconds)
-    for at, (family, kind, protocol, _, address) in enumerate(found):
-        share = limit.within(limit.seconds / (len(found) - at))
-        try:
-            line = socket.socket(family, kind, protocol)
-        except OSError as error:  # The kernel has no IPv6.
-            problem = error
-            continue
-        try:
-            line.setblocking(False)
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with contextlib.suppress(BlockingIOError):
-                line.connect(address)
-            share.await_ready(line.fileno(), select.POLLOUT)
-            if number := line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                raise OSError(number, os.strerror(number))
-        except OSError as error:
-            problem = error
-        except BaseException:
-            line.close()
-            raise
-        else:
-            return line
-        line.close()
-    raise problem
 
 
 def http_of(target: Endpoint, options: ServerOptions, timeout: float) -> Http:

@@ -1,15 +1,17 @@
-"""The addresses of a store's servers, also while the resolver does not answer."""
+"""The addresses of a store's servers, also while the resolver does not answer; connections."""
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from rdzv_plugins.kv.base import in_background
+from rdzv_plugins.kv.base import Limit, in_background
 
 AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
 """An item of the result of ``socket.getaddrinfo``."""
@@ -68,3 +70,33 @@ def look_up(host: str, port: int, seconds: float) -> list[AddressInfo]:
     if known is not None and error.errno == socket.EAI_AGAIN:
         return known
     raise error
+
+
+def connected(host: tuple[str, int], limit: Limit) -> socket.socket:
+    """A connection that never blocks; each address has an equal share of the time."""
+    problem = OSError("the host has no address")
+    found = look_up(*host, limit.seconds)
+    for at, (family, kind, protocol, _, address) in enumerate(found):
+        share = limit.within(limit.seconds / (len(found) - at))
+        try:
+            line = socket.socket(family, kind, protocol)
+        except OSError as error:  # The kernel has no IPv6.
+            problem = error
+            continue
+        try:
+            line.setblocking(False)
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with suppress(BlockingIOError):
+                line.connect(address)
+            share.await_ready(line.fileno(), select.POLLOUT)
+            if number := line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(number, os.strerror(number))
+        except OSError as error:
+            problem = error
+        except BaseException:
+            line.close()
+            raise
+        else:
+            return line
+        line.close()
+    raise problem

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import socket
 import ssl
-from contextlib import suppress
+import time
 from functools import partial
 
-from rdzv_plugins.kv.base import Problem
+from rdzv_plugins.kv.base import Limit, Problem
 from rdzv_plugins.settings.files import FromFiles
 from rdzv_plugins.settings.options import ServerOptions, UnreadableFileError
-from rdzv_plugins.stores._names import look_up
+from rdzv_plugins.stores._names import connected
 
 # A server that refuses a certificate sends its alert within a round trip.
 _ALERT_SECONDS = 0.5
@@ -118,27 +117,15 @@ def unheard_alert(host: str, port: int, context: ssl.SSLContext) -> ssl.SSLError
     server closes with that request unread, its alert is lost. A client without a request gets it.
     """
     try:
-        with (
-            _connected(host, port) as raw,
-            context.wrap_socket(raw, server_hostname=host) as line,
-        ):
-            line.recv(1)
+        with connected((host, port), Limit(time.monotonic() + _ALERT_SECONDS)) as raw:
+            raw.settimeout(_ALERT_SECONDS)
+            with context.wrap_socket(raw, server_hostname=host) as line:
+                line.recv(1)
     except ssl.SSLError as error:
         return error if stays_refused(str(error)) else None
     except OSError:
         return None
     return None
-
-
-def _connected(host: str, port: int) -> socket.socket:
-    """A connection to the first address that takes one; they share `_ALERT_SECONDS`."""
-    found = look_up(host, port, _ALERT_SECONDS)
-    for *_, address in found:
-        with suppress(OSError):
-            line = socket.create_connection(address[:2], _ALERT_SECONDS / len(found))
-            line.settimeout(_ALERT_SECONDS)
-            return line
-    raise ConnectionRefusedError
 
 
 def tls_problem(reason: str) -> Problem:
