@@ -44,19 +44,18 @@ def _launch(arguments: Sequence[str]) -> None:
     except ValueError as error:
         typer.echo(f"rdzv: {error}", err=True)
         sys.exit(1)
-    from torch.distributed.elastic.multiprocessing import SignalException
-
     from rdzv_plugins.observe.logs import is_told
     from rdzv_plugins.process.agent import torchrun
+    from rdzv_plugins.process.signals import signal_behind
     from rdzv_plugins.torch.torchrun import OURS
 
     # argparse prints this name in the usage.
     sys.argv = [OURS, *arguments]
     try:
         torchrun(arguments)
-    except SignalException as error:
-        _end_by(error.sigval)
     except Exception as error:
+        if (signalled := signal_behind(error)) is not None:
+            _end_by(signalled.sigval)
         if not is_told(error):
             raise
         sys.exit(1)

@@ -51,7 +51,6 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 from torch.distributed.launcher import api
 
@@ -59,6 +58,7 @@ from rdzv_plugins.kv import Attempts, exhausted
 from rdzv_plugins.process.guard import Guard
 from rdzv_plugins.process.handler import StoreRendezvousHandler
 from rdzv_plugins.process.notice import Notice
+from rdzv_plugins.process.signals import signal_behind
 from rdzv_plugins.process.stopping import stop
 from rdzv_plugins.process.warm import Standbys, in_the_place_of
 from rdzv_plugins.process.worker import VARIABLE
@@ -91,7 +91,8 @@ class RunAgent(LocalElasticAgent):
     """torch's agent, with the rule of this module for this package's handler.
 
     torch has no public way to exclude a failure from the count, so this class overrides
-    `_monitor_workers`, which the agent's loop calls, and the method that starts workers.
+    `_invoke_run`, the agent's loop; `_monitor_workers`, which the loop calls; and the method that
+    starts workers.
     ``tests/handlers/test_agent.py`` fails when torch changes the private names.
     """
 
@@ -118,6 +119,16 @@ class RunAgent(LocalElasticAgent):
                 self._standbys.close()
             if self._guard is not None:
                 self._guard.stop()
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Like torch's, but raises the exception of a signal although an error has replaced it."""
+        try:
+            result: RunResult = super()._invoke_run(role)
+            return result
+        except Exception as error:
+            if (signalled := signal_behind(error)) is not None:
+                raise signalled from None
+            raise
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._failure = None
@@ -162,8 +173,7 @@ class RunAgent(LocalElasticAgent):
     def _patience(self) -> float | None:
         """See `StoreRendezvousHandler.patience_after_a_loss`; None after a signal."""
         handler = self._worker_group.spec.rdzv_handler
-        signalled = isinstance(sys.exception(), SignalException)
-        if signalled or not isinstance(handler, StoreRendezvousHandler):
+        if signal_behind(sys.exception()) or not isinstance(handler, StoreRendezvousHandler):
             return None
         return handler.patience_after_a_loss
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
-from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -47,7 +46,7 @@ from rdzv_plugins.process.driver import Driver, Watcher, carry_out
 from rdzv_plugins.process.explain import Refusal, what_failed
 from rdzv_plugins.process.fitness import Fitness
 from rdzv_plugins.process.master_servers import MasterServers
-from rdzv_plugins.process.signals import SignalWatch
+from rdzv_plugins.process.signals import SignalWatch, signal_behind
 from rdzv_plugins.process.steps import Steps
 from rdzv_plugins.process.worker import CurrentRound, hand_down, take_back
 from rdzv_plugins.protocol import effects
@@ -514,7 +513,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         error = sys.exception()
         all_done = self._store is not None and self._store.all_done
-        signalled = isinstance(error, SignalException | KeyboardInterrupt)
+        signalled = isinstance(error, KeyboardInterrupt) or signal_behind(error) is not None
         if signalled or self._service.only_leaves(all_done):
             return self._leave()
         latest = self._node.latest
@@ -636,8 +635,10 @@ class StoreRendezvousHandler(RendezvousHandler):
             try:
                 self._leave(at_exit=True)
                 return
-            except (SignalException, KeyboardInterrupt):
-                continue  # Another thread sends the farewell; the next call waits for it.
+            except BaseException as error:
+                # Another thread sends the farewell; the next call waits for it.
+                if not (isinstance(error, KeyboardInterrupt) or signal_behind(error)):
+                    raise
 
     def _end(
         self, last_word: Callable[[], None], failed: str, patience: float = _STOP_SECONDS

@@ -19,8 +19,12 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from rdzv_plugins.kv import Attempts, exhausted
+from rdzv_plugins.kv import Attempts, exhausted, is_signal
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import SignalException
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +169,16 @@ def _ends_this_process(number: int) -> bool:
 def is_torchs(handler: object) -> bool:
     """Whether torch's launcher has installed this handler of a signal."""
     return (getattr(handler, "__module__", "") or "").startswith(_TORCHS)
+
+
+def signal_behind(error: BaseException | None) -> SignalException | None:
+    """The exception of a signal: ``error``, or one that ``error`` has replaced; None: neither.
+
+    A signal that comes while `threading.Thread.start` runs leaves it as a KeyError.
+    """
+    while error is not None and not is_signal(error):
+        error = error.__context__
+    return error  # type: ignore[return-value]
 
 
 def _raise(number: int, _: FrameType | None) -> None:

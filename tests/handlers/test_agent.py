@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
     MultiprocessContext,
     PContext,
+    SignalException,
     SubprocessContext,
 )
 from torch.distributed.launcher import api
@@ -291,6 +293,27 @@ def failed_beside_a_peer(fleet: Run) -> tuple[Node, Peer]:
     return node, peer
 
 
+def test_a_signal_ends_the_agent_although_an_error_replaced_its_exception(
+    fleet: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        """Do what `threading.Thread.start` does at a signal, if the thread runs already."""
+        try:
+            raise SignalException("got a signal", signal.SIGTERM)
+        except SignalException:
+            raise KeyError from None
+
+    monkeypatch.setattr(agent._Report, "start", start)
+    script, fail = fails_with_two(fleet)
+    node = fleet.node(script, lease=LONG, nodes=(2, 2))
+    peer = fleet.peer(lease=LONG, nodes=(2, 2))
+    peer.thread.join(10)
+    fail()
+    with pytest.raises(SignalException):
+        node.end()
+    assert not fleet.closed()
+
+
 def test_a_peer_that_closes_the_run_ends_the_others_with_their_failure(fleet: Run) -> None:
     node, peer = failed_beside_a_peer(fleet)
     peer.handler.set_closed()
@@ -402,6 +425,7 @@ def test_torchs_loop_still_asks_as_we_answer() -> None:
     for method in ("_monitor_workers", "_start_workers"):
         parameters = list(inspect.signature(getattr(LocalElasticAgent, method)).parameters)
         assert parameters == ["self", "worker_group"], CHANGED + method
+    assert "_invoke_run" in names(SimpleElasticAgent.run), CHANGED + "run"
     assert "_remaining_restarts" in loop, CHANGED + "_remaining_restarts"
     assert "_start_workers" in names(SimpleElasticAgent._initialize_workers), CHANGED + "starting"
 
