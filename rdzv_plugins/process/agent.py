@@ -90,9 +90,8 @@ _KILLED = b"killed"
 class RunAgent(LocalElasticAgent):
     """torch's agent, with the rule of this module for this package's handler.
 
-    torch has no public way to exclude a failure from the count, so this class overrides
-    `_invoke_run`, the agent's loop; `_monitor_workers`, which the loop calls; and the method that
-    starts workers.
+    torch has no public hooks for this. The class overrides `_monitor_workers` for the count,
+    `_invoke_run` for signals, and `_start_workers` for the guard, the standbys and the notice.
     ``tests/handlers/test_agent.py`` fails when torch changes the private names.
     """
 
@@ -253,15 +252,15 @@ class RunAgent(LocalElasticAgent):
                     killed = -signal.SIGKILL in ends <= {-signal.SIGKILL, -signal.SIGTERM}
                     patience = handler.loss_shows_within
                     try:
-                        new = _Report(
+                        report = _Report(
                             worker_group.store, rank, nodes, killed, patience,
                             lambda: handler.grace_left,
                         )  # fmt: skip
-                        new.start()
-                        report = new
+                        report.start()
                     except Exception as error:
                         if exhausted(error) is None:
                             raise
+                        report = None
                         pauses.fail()  # This host lets no thread start now.
                 time.sleep(_LOOK_SECONDS)
         finally:

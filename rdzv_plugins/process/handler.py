@@ -344,9 +344,7 @@ class StoreRendezvousHandler(RendezvousHandler):
 
     def _join(self) -> RoundDocument:
         """The next round; raises as `next_rendezvous` does."""
-        if self._ended:
-            raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
-        self._signals.renew()
+        self._refuse_if_ended()
         self._steps.end()
         # An agent that joins again without a change of membership has failed workers.
         failed = self._store is not None and not self._saw_change
@@ -377,9 +375,13 @@ class StoreRendezvousHandler(RendezvousHandler):
         self._masters.keep(document.world_id)
         return document
 
-    def _refuse(self, outcome: effects.JoinOutcome) -> None:
+    def _refuse_if_ended(self) -> None:
+        self._signals.renew()
         if self._ended:
             raise RendezvousClosedError(f"this handler of run '{self._run_id}' was shut down")
+
+    def _refuse(self, outcome: effects.JoinOutcome) -> None:
+        self._refuse_if_ended()
         if outcome.document is None:
             self._raise(self._refusal.of(outcome, was_in_the_run=self._store is not None))
 
@@ -390,7 +392,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         raise error.with_traceback(None) from None
 
     def num_nodes_waiting(self) -> int:
-        """Above 0 if the agent should join again; reads memory, without I/O. Never raises."""
+        """Above 0 if the agent should join again; reads memory, without I/O.
+
+        Raises only the exception of a signal: see `SignalWatch.renew`.
+        """
         # Only the main thread can renew; next_rendezvous() may have run in another thread.
         self._signals.renew()
         if self._steps.has_saved():

@@ -48,9 +48,9 @@ class Notice:
 
     def end(self) -> None:
         """Restore torch's handlers, because the workers have ended or are to end."""
-        torchs, self._torchs = self._torchs, {}
-        for its, handler in torchs.items():
+        for its, handler in self._torchs.items():
             signal.signal(its, handler)
+        self._torchs = {}  # Not before: a signal in between calls this method again.
         number, self._signal = self._signal, None
         if number is not None:
             # Repeat the signal, so that the leave is announced and torch stops the workers.

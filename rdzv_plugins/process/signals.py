@@ -74,14 +74,21 @@ class SignalWatch:
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         self._released = False
         self._attempts = Attempts()
+        # The signal that was announced.
+        self._came: int | None = None
 
     def renew(self) -> None:
         """Listen, and replace the system's handlers; cheap, for repeated calls.
 
         Has no effect outside the main thread, as Python demands. If this host lacks a resource, the
-        first call logs it, and later calls try again.
+        first call logs it, and later calls try again. Raises the exception of an announced signal:
+        code that was interrupted, such as Python's logging, may have swallowed it.
         """
-        if self._released or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._came is not None:
+            _raise(self._came, None)
+        if self._released:
             return
         ending = _ending(os.environ.get(_HANDLED, ""))
         for number in ending:
@@ -139,7 +146,8 @@ class SignalWatch:
 
     def _run(self, receive: socket.socket) -> None:
         while not self._released:
-            if any(_ends_this_process(number) for number in receive.recv(64)):
+            for number in filter(_ends_this_process, receive.recv(64)):
+                self._came = number
                 self._announce()
                 return
 
@@ -174,7 +182,7 @@ def is_torchs(handler: object) -> bool:
 def signal_behind(error: BaseException | None) -> SignalException | None:
     """The exception of a signal: ``error``, or one that ``error`` has replaced; None: neither.
 
-    A signal that comes while `threading.Thread.start` runs leaves it as a KeyError.
+    A signal that comes while `threading.Thread.start` runs may leave it as a KeyError.
     """
     while error is not None and not is_signal(error):
         error = error.__context__

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 import pytest
@@ -83,6 +84,24 @@ def test_a_signal_while_the_watch_begins_is_announced(monkeypatch: pytest.Monkey
             watch.renew()
         assert announced.wait(SECONDS)
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    finally:
+        watch.release()
+        signal.signal(signal.SIGTERM, was)
+
+
+def test_a_signal_whose_exception_was_swallowed_is_raised_again() -> None:
+    announced = threading.Event()
+    watch = SignalWatch(announced.set, "signals of a test")
+    was = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        watch.renew()
+        with suppress(SignalException):
+            signal.raise_signal(signal.SIGTERM)
+        assert announced.wait(SECONDS)
+        for _ in range(2):
+            with pytest.raises(SignalException) as raised:
+                watch.renew()
+            assert raised.value.sigval is signal.SIGTERM
     finally:
         watch.release()
         signal.signal(signal.SIGTERM, was)
