@@ -750,7 +750,7 @@ def in_background(name: str, work: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # Also SystemExit: nobody would ever get an answer.
+        except BaseException as error:  # Also SystemExit, or the caller would wait forever.
             future.set_exception(error)
 
     try:

@@ -274,7 +274,7 @@ def _differing(one: _Plan, other: _Plan) -> str:
 
 @contextmanager
 def in_the_place_of(module: ModuleType, name: str, ours: Any) -> Iterator[None]:
-    """Have the module find this under one of its names while the context is open."""
+    """While the context is open, ``name`` in the module means ``ours``."""
     names = vars(module)
     before, names[name] = names[name], ours
     try:

@@ -1,4 +1,4 @@
-"""A leader's work beside its decisions, done when no node waits for the leader."""
+"""A leader's work beside its decisions, done when the leader has nothing to decide."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Lead:
         if document.excluded:
             self._carried = ()  # The document has the exclusions now.
         if before is None or before.leader != self._own.id:
-            # A store that forgot lost the deadline too: renew it once no node waits for this round.
+            # A store that forgot lost the deadline too: renew it, but do not delay this round.
             self._expires, self._expiry_due = False, self._clock() + self._rules.interval
         elif document.phase is Phase.RUNNING and not self._expires:
             self._expiry_due = self._clock()

@@ -616,7 +616,7 @@ class Node:
         yield from self._park(until_links if seconds is None else min(seconds, until_links), leads)
 
     def _park(self, seconds: float | None, leads: bool) -> Effects[None]:
-        """Wait for the bell as the leader, unless something is due, else for the document."""
+        """Renew what is due as the leader, or else wait for the bell; others: for the document."""
         if leads and (yield from self._lead.renew()):
             return
         seen = self._seen

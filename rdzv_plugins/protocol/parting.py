@@ -258,7 +258,7 @@ def goes_on_without(
         for node, record in records.items()
         if node not in out
         and record.label not in newcomers
-        # The record of a lost node may still say that it runs. A node in the round has come back.
+        # The record of a lost node may still say that it runs; one that the document names is back.
         and (document.names(node) or record.label not in document.cause.lost)
         and fits(record, document)
         and (record.asks or _runs(document, node, record))

@@ -187,7 +187,7 @@ def naming_participants(at: Situation) -> RoundDocument:
 
 
 def _without_counts(document: RoundDocument) -> Cause:
-    """The cause; if a round ran since, without counts that `naming_participants` adds again."""
+    """The cause; after a round that ran, without counts that `naming_participants` adds again."""
     cause = document.cause
     if document.ran is None:
         return cause

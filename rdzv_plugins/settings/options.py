@@ -346,7 +346,7 @@ class ServerOptions(StoreOptions):
     tls: bool = option(False)
     """encrypt the connection, as rediss:// and https:// do"""
     ca_file: str | None = option(None)
-    """PEM file of the trusted authorities; default: the system's, which redis trusts in any case"""
+    """PEM file of the trusted authorities, for redis beside the system's; default: the system's"""
     cert_file: str | None = option(None)
     """PEM file of the client's certificate"""
     key_file: str | None = option(None)

@@ -1,4 +1,4 @@
-"""The addresses of a store's servers, also while the resolver does not answer; connections."""
+"""Looks up and dials a store's servers, also while the resolver does not answer."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def look_up(host: str, port: int, seconds: float) -> list[AddressInfo]:
 
 
 def connected(host: tuple[str, int], limit: Limit) -> socket.socket:
-    """A connection that never blocks; each address has an equal share of the time."""
+    """A connected, non-blocking socket; each address left has an equal share of the time left."""
     problem = OSError("the host has no address")
     found = look_up(*host, limit.seconds)
     for at, (family, kind, protocol, _, address) in enumerate(found):

@@ -247,7 +247,10 @@ class _Bounded:
 
 
 class _NamedThreads(SequentialThreadingHandler):  # type: ignore[misc]
-    """Passes the error that ends a thread, such as a malformed answer, to ``broke``."""
+    """kazoo's handler with this package's TLS and named threads.
+
+    ``broke`` gets the error that ends a thread, such as a malformed answer.
+    """
 
     def __init__(self, encrypt: Encrypt, broke: Callable[[Exception], None]) -> None:
         super().__init__()

@@ -416,7 +416,10 @@ def _role(status: Mapping[str, Any]) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Guard:
-    """The revisions of a key, and of the store when the key was read, at which a watch begins."""
+    """The key's revision, and the store's when the key was read, after which a watch begins.
+
+    Each write to etcd changes the store's revision, so it is not compared.
+    """
 
     modified: int
     store: int = field(compare=False)

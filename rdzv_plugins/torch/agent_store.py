@@ -7,10 +7,10 @@ run has left the round, or this node takes itself for lost, this store answers t
 itself. The agents then reach their loops, find that they must join again, and ask for the next
 round.
 
-The exit barrier lasts as long as the round, whatever its time-out. The agent of rank 0 holds the
-TCPStore that the other nodes' workers use, and a long save or an uneven last epoch takes longer.
-The barrier's time-out bounds an outage of the store instead, and the wait in a run that was closed
-by request, whose round goes on: no loss shows there.
+In an open run the exit barrier lasts as long as the round. The agent of rank 0 holds the TCPStore
+that the other nodes' workers use, and a long save or an uneven last epoch takes longer than the
+barrier's time-out. The time-out counts only in an outage of the store, and for rank 0 in a run that
+was closed by request: the round goes on, and rank 0 does not learn of a loss.
 
 The names and shapes below are torch's own, of ``elastic/agent/server/api.py``, and not public;
 `tests/handlers/test_agent_store.py` runs torch's agent against them.
@@ -84,7 +84,8 @@ class AgentStore(KeyValueStore):
             self._on_done()
             if self._is_over_for_all():
                 return 0  # No agent waits any more, and the run may be swept: write nothing.
-            # If the store loses this count, the leader closes the run once all records say done.
+            # If the store loses this count, the leader closes the run once all records say done. In
+            # a run that is closed already, rank 0 waits until the barrier's time-out.
             with suppress(DistError):
                 return super().add(key, value)
             return 0
@@ -106,7 +107,7 @@ class AgentStore(KeyValueStore):
                 self._patiently(partial(self._wait, missing[0], None, self._longest_wait))
 
     def _is_passed(self) -> bool:
-        """Whether this agent waits no more in the exit barrier, its time-out aside."""
+        """Whether this agent may leave the exit barrier before its time-out."""
         return self._over() and (self._rank > 0 or self._is_over_for_all())
 
     def _is_over_for_all(self) -> bool:
@@ -131,7 +132,7 @@ class AgentStore(KeyValueStore):
 
     @contextmanager
     def _without_the_store_once(self, over: Callable[[], bool]) -> Iterator[None]:
-        """Ignore a request's failure once ``over`` holds: no agent waits for its key."""
+        """Once ``over`` holds, ignore that the store is away."""
         try:
             yield
         except RendezvousConnectionError as error:
