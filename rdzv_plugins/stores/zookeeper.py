@@ -470,7 +470,7 @@ class Client(StoreClient):
     def _sweep(self, now: int, limit: Limit) -> None:
         """Remove other runs of our prefix that expired before ``now``, the server's time."""
         parent = self._parents[-1]
-        # Skip another user's run, and stop when the time is up: a later sweep tries again.
+        # Stop when the time is up: a later sweep goes on.
         with contextlib.suppress(KazooException, RendezvousStateError, TimeoutError):
             names = self._children(parent, limit)
             names = random.sample(names, min(len(names), _SWEEP))
@@ -480,7 +480,8 @@ class Client(StoreClient):
                 if isinstance(result, tuple):
                     name, milliseconds = _parse(result[0])
                     if milliseconds is not None and result[1].mtime + milliseconds < now:
-                        self._remove(path, CheckVersion(f"{path}/#{name}", -1), limit)
+                        with contextlib.suppress(KazooException, RendezvousStateError):
+                            self._remove(path, CheckVersion(f"{path}/#{name}", -1), limit)
 
 
 def _found(paths: Sequence[str], results: Sequence[Any]) -> dict[str, tuple[bytes, Any]]:
