@@ -90,7 +90,9 @@ class Site:
         settings = Settings(
             **{
                 "keep_alive_interval": INTERVAL,
-                "last_call_timeout": 0.2,
+                # Short only after a loss: a thread that starts late must not miss the first round.
+                "last_call_timeout": 2.0,
+                "replacement_timeout": 0.2,
                 "join_timeout": 20.0,
                 "close_timeout": 10.0,
                 "closed_ttl": 1.0,

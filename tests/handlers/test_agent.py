@@ -74,7 +74,8 @@ class Peer:
             max_nodes=nodes[1],
             lease=lease,
             interval=interval,
-            last_call_timeout=0.05,
+            last_call_timeout=LONG,
+            replacement_timeout=0.05,
         )
         archive = Archive(partial(MemoryClient, server), "run", history_ttl=3600.0)
         self.handler = StoreRendezvousHandler(

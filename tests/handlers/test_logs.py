@@ -47,9 +47,10 @@ def test_each_event_is_one_line(site: Site, lines: Lines) -> None:
     site.await_that(stays.num_nodes_waiting)
     site.join(stays)
     master = site.document.master if site.document else None
-    assert lines(4) == [
-        f"{ME} has left",
-        f"round 1 forms: {ME} left",
+    told = lines(4)
+    # The leader may see the leave before the other node logs it.
+    assert {*told[:2]} == {f"{ME} has left", f"round 1 forms: {ME} left"}
+    assert told[2:] == [
         f"{ME} asks for the next round: its round is over",
         f"round 1: rank 0 of 1, MASTER {master} ({ME} left)",
     ]

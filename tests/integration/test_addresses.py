@@ -28,8 +28,6 @@ from tests import Measure
 from tests.integration.hosts import PATIENCE, PORT, PROGRAM, Host, Scene, check, play_on_hosts
 from tests.integration.stores import KINDS, kind_of, running
 
-pytestmark = pytest.mark.timeout(240)
-
 soak = pytest.mark.soak
 
 GLOO = {"GLOO_SOCKET_IFNAME": "eth2"}

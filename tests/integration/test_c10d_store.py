@@ -70,7 +70,7 @@ def test_a_barrier_that_one_rank_misses_names_it(stores: list[KeyValueStore]) ->
             store.wait(["b/num_members"])
         with pytest.raises(DistStoreError) as caught:
             elastic.barrier(
-                store, WORLD, "b", 3, rank, lambda missing: f"node-{missing}", trace_timeout=2
+                store, WORLD, "b", 6, rank, lambda missing: f"node-{missing}", trace_timeout=2
             )
         return str(caught.value)
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -172,10 +172,13 @@ def test_status_counts_the_nodes_that_wait(server: servers.LocalServer, run_id: 
     joins = [Background(handler.next_rendezvous) for handler in handlers[:2]]
     with closing(open_client("redis", server.endpoint, run_id)) as client:
         assert until(lambda: len(client.list(NODES_PREFIX)) == 2, 30)
-        result = invoke("status", "-e", server.endpoint, "-i", run_id)
-        assert result.exit_code == 3
         sentence = f"run '{run_id}': waiting for 1 node: 2 of 3 are here; forming since "
-        assert result.stdout.startswith(sentence)
+
+        def told() -> bool:
+            result = invoke("status", "-e", server.endpoint, "-i", run_id)
+            return result.exit_code == 3 and result.stdout.startswith(sentence)
+
+        assert until(told, 30)
         invoke("close", "-e", server.endpoint, "-i", run_id)
     for join in joins:
         with pytest.raises(RendezvousClosedError):
@@ -272,11 +275,16 @@ def test_the_shell_completes_the_ids_of_runs(server: servers.LocalServer, run_id
 def test_status_as_data(server: servers.LocalServer, run_id: str) -> None:
     handlers = form(server, run_id)
     where = ("-e", server.endpoint, "-i", run_id)
-    found = json.loads(invoke("status", *where, "--json").stdout)
+    found: dict[str, Any] = {}
+
+    def all_run() -> bool:
+        found.update(json.loads(invoke("status", *where, "--json").stdout))
+        return [node["state"] for node in found["nodes"]] == ["running", "running"]
+
+    assert until(all_run, 30), found
     assert (found["schema"], found["run"], found["condition"]) == (1, run_id, "running")
     assert found["sentence"] == "running round 0, 2 nodes"
     assert [node["rank"] for node in found["nodes"]] == [0, 1]
-    assert [node["state"] for node in found["nodes"]] == ["running", "running"]
     assert len([node for node in found["nodes"] if node["leader"]]) == 1
     assert all(0 <= node["silence"] < 10 for node in found["nodes"])
     for handler in handlers:
@@ -339,9 +347,10 @@ def test_the_list_has_what_is_asked_for_in_the_order_that_is_asked_for(
     assert runs_of() == ["killed", "newer", "older"]
     assert runs_of("--sort", "age") == ["older", "newer", "killed"]
     assert runs_of("--sort", "run") == ["killed", "newer", "older"]
-    assert runs_of("--condition", "running", "--condition", "forming") == ["newer", "older"]
+    lives = "--condition", "running", "--condition", "forming"
+    assert until(lambda: runs_of(*lives) == ["newer", "older"], 30), runs_of()
     # The running ones first.
-    assert runs_of("--sort", "condition")[2] == "killed"
+    assert until(lambda: runs_of("--sort", "condition")[2] == "killed", 30), runs_of()
     nobody = invoke("list", *where, "--condition", "closed")
     assert nobody.stdout == "there is no run that is closed under this prefix\n"
     for wrong in (("--condition", "asleep"), ("--sort", "size")):
@@ -349,13 +358,14 @@ def test_the_list_has_what_is_asked_for_in_the_order_that_is_asked_for(
         assert refused.exit_code == 2
         assert wrong[0] in refused.stderr
 
-    shown = invoke("list", *where, "--condition", "dead").stdout
-    assert re.search(r"│ killed │ dead +│ 2 +│ \d+ s │ ", shown), shown
-    red = "\x1b[31mdead"
-    assert red in invoke("list", *where, FORCE_COLOR="1").stdout
-    plain = invoke("list", *where, FORCE_COLOR="1", NO_COLOR="1").stdout
-    assert "dead" in plain
-    assert red not in plain
+    def shown(pattern: str, *arguments: str, **environ: str) -> bool:
+        return re.search(pattern, invoke("list", *where, *arguments, **environ).stdout) is not None
+
+    line = r"│ killed │ dead +│ 2 +│ \d+ s │ "
+    assert until(lambda: shown(line, "--condition", "dead"), 30)
+    assert until(lambda: shown("\x1b\\[31mdead", FORCE_COLOR="1"), 30)
+    assert until(lambda: shown(" dead", FORCE_COLOR="1", NO_COLOR="1"), 30)
+    assert not shown("\x1b\\[31m", FORCE_COLOR="1", NO_COLOR="1")
     for handler in (*handlers, *dead):
         handler.shutdown()
 

@@ -176,7 +176,7 @@ def test_the_installed_package_works_as_the_page_shows(tmp_path: Path) -> None:
         ["bash", "-e", "-x", "-c", commands],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=230,
         check=False,
         cwd=tmp_path / "source",
         env={

@@ -24,8 +24,6 @@ from tests.integration.jobs import Job
 from tests.integration.stores import KINDS, Kind, RunningStore, every_store, started
 from tests.servers.process import ServerProcess
 
-pytestmark = pytest.mark.timeout(240)
-
 # The options' defaults: a lease of 15 s.
 DEFAULTS = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3, "last_call_timeout": 2}
 LEASE = 15.0

@@ -76,6 +76,7 @@ def test_a_node_that_is_killed(job: Job) -> None:
     # "a" may have been in a round alone before "b" came.
     rounds = scrape(address)["rdzv_rounds_total"]
     with scraped(address) as seen:
+        assert until(lambda: bool(seen), 30)
         killed = job.agents["b"].kill()
         job.await_begun("a", after=killed)
         assert until(lambda: seen[-1]["rdzv_rounds_total"] == rounds + 1, 30)

@@ -25,8 +25,6 @@ from tests.integration.hosts import bring_up_loopback, play
 from tests.integration.jobs import Begin, Job
 from tests.integration.stores import KINDS, RunningStore, absent, every_store, kind_of, started
 
-pytestmark = pytest.mark.timeout(240)
-
 soak = pytest.mark.soak
 
 # RFC 5737 reserves it. It sorts after loopback, so another node is rank 0.

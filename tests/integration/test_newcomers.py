@@ -19,8 +19,6 @@ from tests.integration.jobs import PATIENCE, Begin, Run, runs
 from tests.integration.launchers import NO_ROOM
 from tests.integration.stores import RunningStore, kind_of, running
 
-pytestmark = pytest.mark.timeout(240)
-
 # How Python is to run the third node's launcher, the script, and what the others are told of it.
 BROKEN = {
     "no program": ((), ("--no-python", "/none/train"), "its agent failed (FileNotFoundError: "),

@@ -12,8 +12,6 @@ from tests import Measure, replace
 from tests.fleet.agents import Agent
 from tests.integration.jobs import Begin, Pause, Run
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def known(run: Run, name: str) -> CurrentRound:
     """What the last worker of this agent knew of its round."""

@@ -265,7 +265,7 @@ def test_what_was_never_sent_is_not_in_doubt(
 def test_a_server_with_tls_that_dies_is_no_failed_handshake(tmp_path: Path, run_id: str) -> None:
     with started(KIND, security=Certificates.make(tmp_path).security()) as guarded:
         assert guarded.server is not None
-        client = guarded.open(run_id)
+        client = guarded.open(run_id, request_timeout=30)
         version = client.put("key", b"one")
         for how in ("kill", "stop"):
             waiter = Background(partial(client.wait, "key", version, 30))

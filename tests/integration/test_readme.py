@@ -237,7 +237,7 @@ def ask(export: str, line: str) -> tuple[int, str]:
     terminal = Terminal(f"bash -c '{export}; {line}'")
     # `rdzv watch` does not end by itself.
     with suppress(subprocess.TimeoutExpired):
-        terminal.process.wait(6 if "watch" in line else 60)
+        terminal.process.wait(6 if "watch" in line else 200)
     runs_on = terminal.process.poll() is None and "watch" in line
     terminal.end()
     return 0 if runs_on else terminal.process.returncode, terminal.shown

@@ -23,8 +23,6 @@ from tests.integration.stores import RunningStore, kind_of, started
 from tests.integration.test_kubernetes import ADMIN, VERBS, Cluster, allow, await_rights, manifests
 from tests.integration.test_kubernetes import KIND as KUBERNETES
 
-pytestmark = pytest.mark.timeout(240)
-
 # Longer than etcd takes for the log-ins of three nodes on a busy machine.
 INTERVAL, LEASE = 1.0, 3.0
 # A client asks again for 5 s, as a new secret may be on its way.
@@ -255,6 +253,7 @@ def test_where_all_are_refused_nobody_stops_or_ends(
 def test_a_node_that_alone_is_refused_stops_after_its_lease(door: Door, run_id: str) -> None:
     with trio(door, run_id, least=1) as (one, others):
         stopped = len(one.rounds)
+        until(lambda: unheard(one) < INTERVAL / 3, 10)
         heard = time.monotonic()
         door.shut(alone=True)
         until(lambda: one.handler._node._join.joining, 60)

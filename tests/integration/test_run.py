@@ -31,8 +31,6 @@ from tests.integration.hosts import as_pid_1
 from tests.integration.jobs import LEASE, Begin, Pause, Run, runs
 from tests.integration.stores import RunningStore, kind_of, running
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[RunningStore]:

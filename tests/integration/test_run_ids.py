@@ -21,8 +21,6 @@ from tests.integration.agents import Run, until
 from tests.integration.jobs import Job
 from tests.integration.stores import RunningStore
 
-pytestmark = pytest.mark.timeout(240)
-
 # What is next to each other here must not be mixed up. The longest are as long as any may be.
 TAILS = [
     "", "/rounds", "/ended", "/", ".", " ", "}", "{x}", "%2Frounds", "*", "?x=1&y#z", "\\", "-ü",

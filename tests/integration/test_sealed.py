@@ -284,8 +284,14 @@ def test_nothing_can_be_moved_to_another_key_or_run(
             name, stored = field_of(server, run_id, STATE_KEY)
             _, other = field_of(server, run_id + "-b", STATE_KEY)
             assert other is not None
+
+            def believed() -> RoundDocument | None:
+                """None, or what the leader has written in the meantime."""
+                found = a.get(STATE_KEY)
+                return None if found is None else RoundDocument.decode(found.value)
+
             server.hset(name, f"={STATE_KEY}", other)
-            assert a.get(STATE_KEY) is None
+            assert believed() in (None, ours)
             server.hset(name, f"={STATE_KEY}", stored)
             assert document_of(a) == ours != theirs
             record = server.hget(name, f"={NODES_PREFIX}{ours.participants[0]}")
@@ -294,7 +300,7 @@ def test_nothing_can_be_moved_to_another_key_or_run(
             # A tail that is cut off, and one that is put to it.
             for altered in (stored[:-1], stored + b" "):
                 server.hset(name, f"={STATE_KEY}", altered)
-                assert a.get(STATE_KEY) is None
+                assert believed() in (None, ours)
             server.hset(name, f"={STATE_KEY}", stored)
 
 
@@ -314,7 +320,7 @@ def test_an_earlier_round_that_is_put_back_is_refused(
             second = document_of(client)
             assert second.round > first.round
             server.hset(name, f"={STATE_KEY}", earlier)
-            assert document_of(client) == first
+            assert document_of(client) in (first, second)
             agents.append(run.start((1, 3)))
             until(one_world(agents), PATIENCE)
             assert document_of(client).round > second.round

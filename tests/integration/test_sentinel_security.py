@@ -65,7 +65,7 @@ def test_refusal_of_the_sentinels(
     if config:
         monkeypatch.setenv("RDZV_PLUGINS_SENTINEL_PASSWORD", "hunter2")
     with pytest.raises(AccessDeniedError, match="do they accept the password") as refusal:
-        store_of(topology, **config).open(run_id, request_timeout=1)
+        store_of(topology, **config).open(run_id, request_timeout=3)
     assert topology.endpoint in str(refusal.value)
     assert "hunter2" not in repr(refusal.value)
     assert SERVERS not in repr(refusal.value)
@@ -74,7 +74,7 @@ def test_refusal_of_the_sentinels(
 def test_one_sentinel_refuses_and_another_is_silent(topology: Topology, run_id: str) -> None:
     both = replace(store_of(topology), endpoint=f"127.0.0.1:1,{topology.endpoint}")
     with pytest.raises(AccessDeniedError):
-        both.open(run_id, request_timeout=1)
+        both.open(run_id, request_timeout=3)
 
 
 def test_sentinels_that_know_no_primary_refuse_nobody(tmp_path: Path, run_id: str) -> None:
@@ -82,7 +82,7 @@ def test_sentinels_that_know_no_primary_refuse_nobody(tmp_path: Path, run_id: st
     with topologies.sentinel(tmp_path, SERVERS) as topology:
         store = store_of(topology, sentinel="inference")
         with pytest.raises(RendezvousConnectionError, match="knows no 'inference'") as told:
-            store.open(run_id, request_timeout=1)
+            store.open(run_id, request_timeout=3)
     assert not isinstance(told.value, AccessDeniedError)
 
 
@@ -126,5 +126,5 @@ def test_tls_of_their_own(tmp_path: Path, run_id: str) -> None:
         store_of(topology, **config).open(run_id).close()
         distrusting = config | {"ca_file": certificates.foreign_ca_file}
         with pytest.raises(RendezvousConnectionError, match="TLS handshake") as told:
-            store_of(topology, **distrusting).open(run_id, request_timeout=1)
+            store_of(topology, **distrusting).open(run_id, request_timeout=3)
         assert not isinstance(told.value, AccessDeniedError)

@@ -17,8 +17,6 @@ from tests.integration.jobs import Begin, Run
 from tests.integration.stores import RunningStore
 from tests.integration.test_orders import rdzv
 
-pytestmark = pytest.mark.timeout(240)
-
 # The aim is 200, which take ten minutes.
 REQUESTS = int(os.environ.get("RDZV_TEST_REQUESTS", "3"))
 # No checkpoint but those that the run asks for.

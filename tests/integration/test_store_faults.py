@@ -177,7 +177,7 @@ def test_an_etcd_with_users_that_lost_its_data_gets_a_new_token(run_id: str) -> 
             other.put("key", b"old")
         other.close()
         # Its token is younger than all that the server knows after the restart.
-        client = store.open(run_id, request_timeout=1)
+        client = store.open(run_id)
         store.restart(empty=True)
 
         def written() -> bool:

@@ -69,6 +69,7 @@ def test_a_killed_node_and_the_last_call_after_it(redis: RunningStore, tmp_path:
             before, first = time.time(), json.loads(status(job, "--json"))
             assert {node["state"] for node in first["nodes"]} == {"running"}
             assert all(abs(at(node["last_beat"]) - before) < 30 for node in first["nodes"])
+            last_seen = min(at(node["last_beat"]) for node in first["nodes"])
             job.agents["b"].kill()
             killed = time.time()
 
@@ -78,7 +79,7 @@ def test_a_killed_node_and_the_last_call_after_it(redis: RunningStore, tmp_path:
             # It is silent before it is lost; its last heartbeat stays where it was.
             assert until(lambda: state_of(data(), lost) in ("silent", "lost"), 30)
             assert until(lambda: data()["phase"] == "forming" and data()["last_call_until"], 30)
-            found = data()
+            found, now = data(), time.time()
             assert found["states"] == {"joining": 2, "lost": 1}
             assert re.fullmatch(
                 r"enough nodes \(2 of 2\.\.3\); lost \S+; forming since [0-9:]{8} UTC; "
@@ -86,9 +87,9 @@ def test_a_killed_node_and_the_last_call_after_it(redis: RunningStore, tmp_path:
                 found["sentence"],
             )
             assert killed < at(found["since"]) + 1 < at(found["last_call_until"])
-            assert 40 < at(found["last_call_until"]) - at(found["since"]) <= 62
+            assert at(found["since"]) + 40 < at(found["last_call_until"]) < now + 61
             (beat,) = [node["last_beat"] for node in found["nodes"] if node["name"] == lost]
-            assert killed - 3 < at(beat) <= killed
+            assert last_seen <= at(beat) <= killed
             text = status(job)
             assert re.search(r"3 nodes at [0-9:]{8} UTC: 1 lost, 2 joining", text)
             assert row(text, lost)[2:4] == ["lost", f"{beat[11:19]} UTC"]
@@ -148,8 +149,9 @@ def test_a_terminal_of_24_rows(redis: RunningStore, tmp_path: Path) -> None:
                     return text.decode(errors="replace").rpartition("run 'watched':")[2]
 
                 assert until(lambda: "3 nodes at" in screen() and "running" in screen(), 30)
+                before = job.round()
                 job.agents["b"].kill()
-                job.await_round(job.round())
+                job.await_round(before)
                 words = ("why this round: lost 127.0.0.2", "2 of 2..3 nodes", "2 running")
                 assert until(lambda: all(word in screen() for word in words), 30), screen()
             finally:

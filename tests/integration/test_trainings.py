@@ -14,8 +14,6 @@ from tests.integration.programs import PROGRAMS
 from tests.integration.stores import RunningStore
 from tests.integration.test_orders import rdzv
 
-pytestmark = pytest.mark.timeout(240)
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WORKER = str(PROGRAMS / "example.py")
 

@@ -17,8 +17,6 @@ from tests.integration import forked
 from tests.integration.jobs import Begin, Pause, Run
 from tests.integration.stores import RunningStore, every_store
 
-pytestmark = pytest.mark.timeout(240)
-
 
 class Check:
     """A program that a node runs as its check.

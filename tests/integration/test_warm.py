@@ -16,8 +16,6 @@ from tests.integration.jobs import TRAINS, Run
 from tests.integration.stores import RunningStore, kind_of, running
 from tests.integration.test_workers_ends import live
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[RunningStore]:

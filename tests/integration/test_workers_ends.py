@@ -27,8 +27,6 @@ from tests.integration.jobs import LEASE, Job
 from tests.integration.stores import RunningStore, kind_of, running
 from tests.integration.test_run import Launch, of_a_run, said
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[RunningStore]:
@@ -336,15 +334,15 @@ def test_workers_that_do_not_end_are_killed_soon_after_a_loss_alone(
     store: RunningStore, tmp_path: Path, run_id: str, ends: signal.Signals
 ) -> None:
     """Where a node has left, they may save."""
-    begins = f"trap '' TERM; touch {tmp_path}/began.$GROUP_WORLD_SIZE"
+    begins = f"trap '' TERM; touch {tmp_path}/began.$GROUP_WORLD_SIZE.$GROUP_RANK"
     script = f"{begins}; until [ -e {tmp_path}/done ]; do sleep 0.1; done"
     arguments = ["--shutdown-timeout=4", *of_a_run(store, run_id, "1:2", 3, script)]
     conf = next(place for place, it in enumerate(arguments) if it.startswith("--rdzv-conf="))
     arguments[conf] += ",loss_shutdown_timeout=0.5"
-    alone, both = tmp_path / "began.1", tmp_path / "began.2"
+    alone, *both = (tmp_path / f"began.{it}" for it in ("1.0", "2.0", "2.1"))
     with Launch(tmp_path / "a", RDZV_RUN, *arguments) as a:
         with Launch(tmp_path / "b", RDZV_RUN, *arguments) as b:
-            assert until(both.exists, 60), a.log.read_text()
+            assert until(lambda: all(it.exists() for it in both), 60), a.log.read_text()
             alone.unlink(missing_ok=True)
             b.process.send_signal(ends)
             assert until(alone.exists, 60), a.log.read_text()

@@ -152,9 +152,9 @@ class TestACommandThatCannotRun:
             echo busy
             wait; sleep 1000
             """,
-            seconds=1.0,
+            seconds=5.0,
         )
-        assert gate.check() == "check.sh: it gave no answer within 1 s"
+        assert gate.check() == "check.sh: it gave no answer within 5 s"
         assert until(lambda: not is_there(script.pid("pid")), SECONDS)
         for name in ("child", "grandchild"):
             pid = script.pid(name)
@@ -280,7 +280,7 @@ class TestACallable:
         assert gate.check() == "hangs: it still hangs, and is not started once more"
         released.set()
         assert until(lambda: gate.check() is None, SECONDS)
-        assert len(calls) == 2
+        assert len(calls) >= 2
 
 
 class TestTheOptions:

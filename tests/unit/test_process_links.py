@@ -339,7 +339,10 @@ def greeted(watcher: Watcher, by: bytes = NOBODY) -> socket.socket:
     return line
 
 
-def test_both_links_of_a_killed_process_end(watcher: Watcher, peer: Peer) -> None:
+def test_both_links_of_a_killed_process_end(
+    watcher: Watcher, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FIRST_PAUSE", PATIENCE)
     linked(watcher, peer.port)
     peer.link(watcher)
     began = time.monotonic()
