@@ -17,6 +17,7 @@ from rdzv_plugins.protocol.effects import Effects, KeepLinks
 from rdzv_plugins.protocol.heartbeat import Heartbeat
 from rdzv_plugins.protocol.join import Inbox, Join
 from rdzv_plugins.protocol.observer import Observer
+from rdzv_plugins.protocol.roster import MISSING, shard_firsts
 from rdzv_plugins.protocol.rules import Own
 
 # A node makes its links once the others have their round too, which takes longer the more nodes
@@ -48,8 +49,10 @@ class Neighbours:
         # When links are due next. By linked node: the endpoint of its listener (None: no listener).
         self._due_at = math.inf
         self._endpoints: dict[str, str | None] = {}
-        # The round for which the links are made, and its leader if that is one of the linked nodes.
-        self._linked_for: tuple[str, str | None] = "", None
+        # The round for which the links are made, and the linked nodes that are no neighbours.
+        self._linked_for: tuple[str, tuple[str, ...]] = "", ()
+        # The last round in which this leader knew the first nodes of the shards, and these nodes.
+        self._firsts: tuple[str, tuple[str, ...]] = "", ()
         # Whether this node is the first node of a shard, and there are several shards.
         self._leads_shard = False
         # This node's last Standing, the others' Standings, and whether the others' are new.
@@ -175,24 +178,33 @@ class Neighbours:
             return 0.0
         return max(0.0, self._due_at - self._clock())
 
-    def _links_for(self) -> tuple[str, str | None] | None:
-        """The round for which links are due, and its leader if a link to it is due; None: unknown.
+    def _links_for(self) -> tuple[str, tuple[str, ...]] | None:
+        """The round for which links are due, and the nodes beside the neighbours; None: unknown.
 
         The leader connects nodes that are not neighbours: a node outside of the round learns from
-        the leader that others can go on, and the first nodes of shards learn of each other.
+        the leader that others can go on, and the first nodes of shards learn of each other. Both
+        ends hold the link of a shard, so that both notice its loss. `MISSING` stands for the first
+        nodes until the leader knows them.
         """
         document, confirmed = self._seen.document, self._seen.confirmed
         if self._rules.answer_timeout is None:
             return None
         if document is None or document.phase is not Phase.RUNNING:
             return None
-        leader = document.leader if document.leader != self._id else None
+        leads = document.leader == self._id
+        leader = () if document.leader is None or leads else (document.leader,)
         if self._join.joining and self._id not in document.ranks:
-            silence = self._seen.liveness.confirmed_silence(leader) if leader else 0.0
-            return document.world_id, leader if silence >= self._rules.lease / 2 else None
+            silence = self._seen.liveness.confirmed_silence(leader[0]) if leader else 0.0
+            return document.world_id, leader if silence >= self._rules.lease / 2 else ()
         if confirmed is None or confirmed.world_id != document.world_id:
             return None
-        return document.world_id, leader if self._leads_shard else None
+        if not leads or document.size <= self._rules.inline:
+            return document.world_id, leader if self._leads_shard else ()
+        if document.roster is None and self._firsts[0] != document.world_id:
+            self._firsts = document.world_id, shard_firsts(document, self._rules.inline)
+        if self._firsts[0] != document.world_id:
+            return document.world_id, (MISSING,)
+        return self._firsts
 
     def keep_links(self) -> Effects[None]:
         """Keep links to both neighbours in the round; past gone neighbours, to the next nodes."""
@@ -203,12 +215,12 @@ class Neighbours:
             if links_for is None or links_for[0] == confirmed.world_id:
                 ring = self._seen.own_rank.peers(confirmed)
             self._leads_shard = ring[:1] == (self._id,) and len(ring) < confirmed.size
-            links_for = self._links_for() or (confirmed.world_id, None)
+            links_for = self._links_for() or (confirmed.world_id, ())
         here = ring.index(self._id) if self._id in ring else len(ring)
         others = (*ring[here + 1 :], *ring[:here])
         linked = [*_as_far_as(others, accused), *_as_far_as(others[::-1], accused)]
-        if links_for is not None and links_for[1] is not None:
-            linked.append(links_for[1])
+        if links_for is not None:
+            linked += (it for it in links_for[1] if it != self._id)
         endpoints = dict[str, str | None]()
         for node in dict.fromkeys(linked):
             endpoints[node] = yield from self._endpoint(node)
@@ -220,6 +232,8 @@ class Neighbours:
 
     def _endpoint(self, node: str) -> Effects[str | None]:
         """The endpoint of the node's listener; None: it has none."""
+        if node == MISSING:
+            return None
         if node in self._endpoints:
             return self._endpoints[node]
         record = (self._seen.records or {}).get(node)

@@ -135,6 +135,12 @@ def shard_mates(document: RoundDocument, node: str, inline: int) -> tuple[str, .
     return tuple(it for it in document.participants if _number(shards, it) == number)
 
 
+def shard_firsts(document: RoundDocument, inline: int) -> tuple[str, ...]:
+    """The first participant of each shard."""
+    shards, _ = _split(document.incarnation, document.participants, inline)
+    return tuple({_number(shards, it): it for it in reversed(document.participants)}.values())
+
+
 def _number(shards: Shards, node: str) -> int:
     return zlib.crc32(node.encode(errors="backslashreplace")) % shards.count
 
