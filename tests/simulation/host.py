@@ -437,7 +437,6 @@ class Host:
         why = f"its {'workers' if of_workers else 'agent'} failed"
         self.world.note(f"{self.id} gives up: {why}")
         self._depart()
-        self.listing = None
         self.world.checker.unfit(self.id, self.node.record.beat)
         work = partial(self._service.give_up, why, of_workers=of_workers, looked=looked)
         self._end_with(work, self.world.kernel.now + _CLOSE_TIMEOUT)
@@ -456,6 +455,7 @@ class Host:
         if self.world.kernel.now >= deadline:
             return
         self._closes = True
+        self.listing = None  # Another attempt may list nothing: in a large round the leader looks.
 
         def end(result: object) -> None:
             self._closes = False
