@@ -30,7 +30,7 @@ class State(StrEnum):
     DRAINED = "drained"
     """A person took it out of the run for good."""
     EXCLUDED = "excluded"
-    """Its host is kept out for a time, and it waits."""
+    """Its host is kept out for a time."""
     UNFIT = "unfit"
     """Its check failed, and it tries again."""
     EVICTED = "evicted"

@@ -470,7 +470,7 @@ class Client(StoreClient):
     def _sweep(self, now: int, limit: Limit) -> None:
         """Remove other runs of our prefix that expired before ``now``, the server's time."""
         parent = self._parents[-1]
-        # Stop when the time is up: a later sweep goes on.
+        # Stop at a run that cannot be deleted, and when the time is up: a later sweep tries others.
         with contextlib.suppress(KazooException, RendezvousStateError, TimeoutError):
             names = self._children(parent, limit)
             names = random.sample(names, min(len(names), _SWEEP))
@@ -480,8 +480,7 @@ class Client(StoreClient):
                 if isinstance(result, tuple):
                     name, milliseconds = _parse(result[0])
                     if milliseconds is not None and result[1].mtime + milliseconds < now:
-                        with contextlib.suppress(KazooException, RendezvousStateError):
-                            self._remove(path, CheckVersion(f"{path}/#{name}", -1), limit)
+                        self._remove(path, CheckVersion(f"{path}/#{name}", -1), limit)
 
 
 def _found(paths: Sequence[str], results: Sequence[Any]) -> dict[str, tuple[bytes, Any]]:

@@ -78,6 +78,12 @@ AT = 1_790_000_000  # 14:13:20 UTC
             RUNS,
             "drained",
         ),
+        (
+            replace(FORMING, previous=("n2",), excluded=(Exclusion("n1"),), still_running=("n1",)),
+            "n1",
+            RUNS,
+            "excluded",
+        ),
         (replace(RUNNING, drained=("n4",)), "n4", replace(ASKS, status=Status.LEFT), "drained"),
         (replace(RUNNING, drained=("n1",)), "n1", RUNS, "running"),
         (replace(RUNNING, excluded=(Exclusion("n4"),)), "n4", ASKS, "excluded"),
