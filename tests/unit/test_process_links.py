@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -342,7 +343,8 @@ def greeted(watcher: Watcher, by: bytes = NOBODY) -> socket.socket:
 def test_both_links_of_a_killed_process_end(
     watcher: Watcher, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_FIRST_PAUSE", PATIENCE)
+    for name, value in {"_FIRST_PAUSE": PATIENCE, "_TOLD_PAUSE": math.inf}.items():
+        monkeypatch.setattr(module, name, value)
     linked(watcher, peer.port)
     peer.link(watcher)
     began = time.monotonic()
