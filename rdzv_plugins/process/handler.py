@@ -518,8 +518,7 @@ class StoreRendezvousHandler(RendezvousHandler):
         """
         error = sys.exception()
         all_done = self._store is not None and self._store.all_done
-        signalled = isinstance(error, KeyboardInterrupt) or signal_behind(error) is not None
-        if signalled or self._service.only_leaves(all_done):
+        if _is_of_a_signal(error) or self._service.only_leaves(all_done):
             return self._leave()
         latest = self._node.latest
         closed = self._closed or (latest is not None and latest.closed)
@@ -642,7 +641,7 @@ class StoreRendezvousHandler(RendezvousHandler):
                 return
             except BaseException as error:
                 # Another thread sends the farewell; the next call waits for it.
-                if not (isinstance(error, KeyboardInterrupt) or signal_behind(error)):
+                if not _is_of_a_signal(error):
                     raise
 
     def _end(
@@ -715,6 +714,10 @@ class StoreRendezvousHandler(RendezvousHandler):
         latest = self._node.latest
         before = latest.master.rpartition(":")[2] if latest and latest.master else ""
         return self._masters.open(world_id, before, for_workers=not self.use_agent_store)
+
+
+def _is_of_a_signal(error: BaseException | None) -> bool:
+    return isinstance(error, KeyboardInterrupt) or signal_behind(error) is not None
 
 
 def _first_record(

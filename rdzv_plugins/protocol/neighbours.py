@@ -200,14 +200,17 @@ class Neighbours:
             return None
         if not leads or document.size <= self._rules.inline:
             return document.world_id, leader if self._leads_shard else ()
-        if document.roster is None and self._firsts[0] != document.world_id:
-            self._firsts = document.world_id, shard_firsts(document, self._rules.inline)
         if self._firsts[0] != document.world_id:
-            return document.world_id, (MISSING,)
+            if document.roster is not None:
+                return document.world_id, (MISSING,)
+            self._firsts = document.world_id, shard_firsts(document, self._rules.inline)
         return self._firsts
 
     def keep_links(self) -> Effects[None]:
-        """Keep links to both neighbours in the round; past gone neighbours, to the next nodes."""
+        """Keep links to both neighbours in the round, and to the nodes of `_links_for`.
+
+        Past gone neighbours, keep links to the next nodes.
+        """
         confirmed, accused = self._seen.confirmed, dict(self._heartbeat.record.accuses)
         links_for, before = self._links_for(), self._links
         ring: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from rdzv_plugins.kv import Entry, KeyValueClient, Version
 from rdzv_plugins.testing.harness import SLACK, Harness, Open, present, until
 from rdzv_plugins.testing.threads import Background
 
-WAKE = 0.5
+WAKE = 0.1
 """Seconds within which a store that pushes wakes a waiter."""
 
 POLLED_WAKE = 5.0
@@ -158,17 +158,15 @@ class WaitingTests(Harness):
     def test_interrupted_client_goes_on(
         self, client: KeyValueClient, other: KeyValueClient, park: Park
     ) -> None:
-        delays = []
         for number in range(5):
             waiter = park(client, None, f"key-{number}")
             begun = time.monotonic()
             client.interrupt()
             assert waiter.result(1 + SLACK) is None
-            delays.append(time.monotonic() - begun)
+            assert time.monotonic() - begun < 1, "the interrupt was not prompt"
             waiter = park(client, None, f"key-{number}")
             version = other.put(f"key-{number}", b"one")
             assert waiter.result(POLLED_WAKE) == Entry(b"one", version)
-        assert statistics.median(delays) < WAKE, f"seconds: {delays}"
 
     def test_interrupt_is_not_kept_for_later(
         self, client: KeyValueClient, park: Park, unit: float
@@ -184,8 +182,10 @@ class WaitingTests(Harness):
 
     def test_close_wakes_every_waiter(self, client: KeyValueClient, park: Park) -> None:
         waiters = [park(client, None), park(client, None, "elsewhere")]
+        begun = time.monotonic()
         client.close()
         assert [waiter.result(1 + SLACK) for waiter in waiters] == [None, None]
+        assert time.monotonic() - begun < 1, "the close was not prompt"
 
     def test_nothing_is_missed_between_read_and_wait(
         self, client: KeyValueClient, other: KeyValueClient

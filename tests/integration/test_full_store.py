@@ -222,7 +222,7 @@ def test_training_goes_on_and_nobody_is_lost(
         await_beats(full.store, run_id, size, 30)
         # Whoever judged by what could not be written would have by then.
         time.sleep(1.5 * LEASE)
-    assert watch.asked > 10
+    assert watch.asked > 100
     assert watch.seen == []
     assert [len(agent.rounds) for agent in agents] == rounds
     assert "is full: it took no write for 1 s (" in caplog.text

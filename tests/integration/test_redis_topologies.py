@@ -76,7 +76,7 @@ def test_another_server_takes_over(
         record_property("beating again, s", round(time.monotonic() - began, 2))
         # Whoever judged by what could not be read would have by then.
         time.sleep(2 * LEASE)
-    assert watch.asked > 10
+    assert watch.asked > 100
     assert watch.seen == []
     assert [len(agent.rounds) for agent in agents] == [1, 1]
     late = time.monotonic()

@@ -24,8 +24,8 @@ from tests.integration.credentials import Certificates
 from tests.integration.jobs import Run as TorchRun
 from tests.integration.stores import GUARDED, KINDS, Kind, RunningStore, kind_of, started
 
-# Below the request timeout of 5 s: what trying again cannot mend is not tried again.
-PROMPT = 4.5
+# Far below the request timeout of 5 s: what trying again cannot mend is not tried again.
+PROMPT = 2.5
 
 Patch = pytest.MonkeyPatch
 
