@@ -159,10 +159,9 @@ def test_sigterm_to_a_node_that_saves_for_long(
     world = job.await_begun(others, after=told, timeout=saving + 30)
     ran = max(world.began.values())
     record_property("the others run, s after the signal", round(ran - told, 2))
+    assert ran - told < 6
     # Its workers have the time that they need, and its end is no news.
-    saved = job.await_event(who, "saved", saving + 20)
-    assert saved - told > saving
-    assert ran < saved
+    assert job.await_event(who, "saved", saving + 20) - told > saving
     assert job.await_ends(who, 20)[who] != 0
     job.assert_noted(others[0], ["sigterm", "saved", "begin"], told, LEASE)
 

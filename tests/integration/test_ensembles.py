@@ -95,7 +95,7 @@ def test_leader_dies_while_a_round_runs(
         record_property("beating again, s", round(time.monotonic() - killed, 2))
         # Whoever judged by what could not be read would have by then.
         time.sleep(2 * HANDLER_LEASE)
-    assert watch.asked > 10
+    assert watch.asked > 100
     assert watch.seen == []
     assert [len(agent.rounds) for agent in agents] == [1, 1]
     documents = [agent.handler._node.document for agent in agents]
@@ -109,7 +109,6 @@ def test_leader_dies_while_a_round_runs(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(240)
 def test_leader_dies_while_torchrun_trains(
     ensemble: Ensemble, tmp_path: Path, record_property: Measure
 ) -> None:

@@ -211,7 +211,8 @@ def test_it_scrapes_runs_of_64_nodes(
             assert found["rdzv_nodes", f"run-{runs - 1:03}", "running"] == 64
     record_property("seconds of a scrape, the first", round(taken[0], 2))
     record_property("of four more", ", ".join(f"{seconds:.2f}" for seconds in taken[1:]))
-    assert min(taken) < 5.0
+    assert min(taken) < 1.0
+    assert max(taken) < 5.0
 
 
 def move(store: RunningStore, run_id: str, beat: int) -> None:
